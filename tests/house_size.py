@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 108_869
+LINES = 109_053
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_690
@@ -13,8 +13,8 @@ CORE = 14_690
 CLOSURES = {
     "data": 800,
     "data.loading.loader": 6_200,
-    "strategies.one_device": 9_450,
-    "strategies.mirrored": 10_600,
+    "strategies.one_device": 9_470,
+    "strategies.mirrored": 10_620,
     "strategies.central_storage": 12_750,
     "worker.main": 19_550,
     "engine.local.process": 21_050,

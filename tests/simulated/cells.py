@@ -24,6 +24,8 @@ CELLS: dict[str, Row] = {
     "hybrid of stages": Row(
         lambda workers: hr.Hybrid(hr.Mirrored(workers // 2), hr.Pipeline(2, micro_batches=1)), whole=False
     ),
+    "parts of slices": Row(lambda _: hr.Hybrid(hr.FullySharded(2), hr.TensorParallel(2)), whole=False),
+    "stages of slices": Row(lambda _: hr.Hybrid(hr.Pipeline(2, micro_batches=1), hr.TensorParallel(2)), whole=False),
     "local_sgd": Row(partial(hr.LocalSGD, period=3), references.local_sgd),
 }
 """The rows of the contract, and what else there is on accelerators, by the number of workers."""
@@ -31,6 +33,10 @@ CELLS: dict[str, Row] = {
 # A device draws other numbers than a CPU.
 WITHOUT_DRAWS = {name: case for name, case in STAGED.items() if name != "dropping"}
 CASES: dict[str, Case] = {**WITHOUT_DRAWS, **MODELS, **VARIANTS}
+
+
+OF_FOUR = ("parts of slices", "stages of slices")
+"""What four devices hold together, on one host, too."""
 
 
 def cases_of(name: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from simulated.cells import CELLS, cases_of
+from simulated.cells import CELLS, OF_FOUR, cases_of
 from simulated.cluster import COMPILES, on_hosts
 from strategies.contract_checks import DOUBLE
 
@@ -44,10 +44,12 @@ HOSTS = [(1, True), (2, False), (2, True)]
 PLACES = ["one host", "hosts that trust", "hosts that encrypt"]
 
 
-def trained(cells: Sequence[Cell], folder: Path, hosts: int, encrypt: bool, servers: int = 0) -> list[dict[str, Any]]:
+def trained(
+    cells: Sequence[Cell], folder: Path, hosts: int, encrypt: bool, servers: int = 0, devices: int = 2
+) -> list[dict[str, Any]]:
     """Returns what rank 0 says of each cell."""
-    program = f"from simulated import nccl, contract\ncontract.main({list(cells)!r}, {2 * hosts}, {encrypt})"
-    ended = on_hosts(program, folder, hosts, 2, servers, timeout_s=1200)
+    program = f"from simulated import nccl, contract\ncontract.main({list(cells)!r}, {devices * hosts}, {encrypt})"
+    ended = on_hosts(program, folder, hosts, devices, servers, timeout_s=1200)
     assert set(ended.codes) == {0}, ended.errors
     return ended.said[0]
 
@@ -65,14 +67,20 @@ def test_a_selection_is_one_device(hosts: int, tmp_path: Path) -> None:
     require_equal(said, ["fake:0", "fake:1"] * hosts)
 
 
+def test_levels_on_four_devices_are_one_device(tmp_path: Path) -> None:
+    said = trained([(name, "clipped", "uneven") for name in OF_FOUR], tmp_path, 1, encrypt=False, devices=4)
+    require_equal(said, [f"fake:{index}" for index in range(4)])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("hosts", "encrypt"), HOSTS, ids=PLACES)
 @pytest.mark.parametrize("name", sorted(CELLS))
 def test_every_strategy_trains_every_case(name: str, hosts: int, encrypt: bool, tmp_path: Path) -> None:
     cases = [case for case in cases_of(name) if hosts == 1 or name not in FOUR_STAGES or case == "deep"]
     cells = [(name, case, size) for case, size in zip(cases, ["tiny", "uneven", "even"] * len(cases), strict=False)]
-    said = trained(cells, tmp_path, hosts, encrypt, CELLS[name].servers if hosts > 1 else 0)
+    devices = 4 // hosts if name in OF_FOUR else 2
+    said = trained(cells, tmp_path, hosts, encrypt, CELLS[name].servers if hosts > 1 else 0, devices)
     if hosts > 1 and name in REFUSED:
         assert all(REFUSED[name] in one["error"] for one in said)
         return
-    require_equal(said, ["fake:0", "fake:1"] * hosts)
+    require_equal(said, [f"fake:{index}" for index in range(devices)] * hosts)

@@ -209,7 +209,7 @@ def test_options_that_cannot_be_meant_are_refused() -> None:
             hr.Hybrid(outer, hr.FullySharded(2))
     with pytest.raises(UsageError, match=r"codec='int8' is for gradients of whole parameters, .* use codec='plain'"):
         hr.Hybrid(hr.Mirrored(2, codec="int8"), hr.FullySharded(2))
-    with pytest.raises(UsageError, match=r"must be hr\.Mirrored"):
+    with pytest.raises(UsageError, match=r"give each once, in the order hr\.Mirrored"):
         hr.Hybrid(hr.FullySharded(2), hr.FullySharded(2))
     gpus = Cluster((Host("gpu", 4, 1 << 30, ("cuda:0", "cuda:1")),), device="cuda")
     plan = hr.Hybrid(hr.Mirrored(1), hr.FullySharded(2)).plan(ModelSpec(()), gpus)

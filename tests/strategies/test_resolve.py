@@ -35,7 +35,7 @@ def test_what_does_not_exist_is_refused_with_what_does() -> None:
         resolve("downpour(fetch_every=0)")
     with pytest.raises(UsageError, match="schedule of pipeline is no strategy: a text takes quotes, schedule='gpipe'"):
         resolve("pipeline(schedule=gpipe)")
-    with pytest.raises(UsageError, match="hybrid takes 2 options, got 3: outer, inner"):
+    with pytest.raises(UsageError, match="the inner strategy of a hybrid must be"):
         resolve("hybrid(mirrored, pipeline, mirrored)")
     with pytest.raises(UsageError, match="pipeline gets stages twice: 2 and 3"):
         resolve("pipeline(2, stages=3)")
@@ -46,6 +46,8 @@ def test_a_hybrid_is_written_with_its_strategies() -> None:
     assert resolve("hybrid(mirrored(2), pipeline(2, 4, schedule='1f1b'))") == wanted
     assert resolve("hybrid(outer='mirrored(2)', inner=\"pipeline(2, 4, '1f1b')\")") == wanted
     assert resolve("hybrid(mirrored, tensor_parallel)") == hr.Hybrid(hr.Mirrored(), hr.TensorParallel())
+    levels = hr.Mirrored(2), hr.FullySharded(2), hr.Pipeline(2), hr.TensorParallel(2)
+    assert resolve("hybrid(mirrored(2), fully_sharded(2), pipeline(2), tensor_parallel(2))") == hr.Hybrid(*levels)
     with pytest.raises(UnknownName, match="did you mean 'mirrored'"):
         resolve("hybrid(mirored(2), pipeline(2))")
     with pytest.raises(UsageError, match="a strategy is a name"):

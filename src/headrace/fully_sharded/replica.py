@@ -230,6 +230,7 @@ class ShardedExchange(UpdatingExchange):
     """Updates this worker's part of every parameter, of whose gradients backward has left the sum.
 
     Where several replicas are sharded, it is the sum over one replica, and `mates` are the ranks that hold this part.
+    `measured` are the names of the parameters that no other rank measures.
     """
 
     def __init__(
@@ -238,7 +239,7 @@ class ShardedExchange(UpdatingExchange):
         updater: Updater,
         clipper: GradientClipper,
         used: UsedParameters,
-        counts_whole: bool,
+        measured: frozenset[str],
         mates: Collective | None,
     ) -> None:
         self.updater = updater
@@ -249,14 +250,12 @@ class ShardedExchange(UpdatingExchange):
         self._used = used
         self._mates = mates
         self._names = list(sharded.pieces)
-        # What several ranks hold, one measures.
-        copies = frozenset(self._names) if mates and mates.rank else sharded.whole
-        self._unmeasured = frozenset() if counts_whole else copies
+        self._measured = measured
 
     def synchronize(self, finite: bool | Tensor = True) -> StepDecision:
         missing = {self._names[index] for index in self._used.settle()}
         sums = self._sharded.sum_gradients(missing.__contains__, self._mates)
-        measured = [gradient for name, gradient in sums if name not in self._unmeasured]
+        measured = [gradient for name, gradient in sums if name in self._measured]
         return self._clipper.clip(measured, [gradient for _, gradient in sums], finite)
 
     def update(self, round_: int) -> None:

@@ -205,7 +205,7 @@ class ShardedModule:
             piece.grad = gradient.view(piece.shape)
             found.append((name, piece.grad))
         if mates:
-            _sum_over(mates, [gradient.view(-1) for _, gradient in found])
+            sum_over(mates, [gradient.view(-1) for _, gradient in found])
         return found
 
     def reshard(self) -> None:
@@ -328,7 +328,7 @@ def _gradient(parameter: Tensor) -> Tensor | None:
     return local.view(-1)
 
 
-def _sum_over(mates: Collective, gradients: Sequence[Tensor]) -> None:
+def sum_over(mates: Collective, gradients: Sequence[Tensor]) -> None:
     """Replaces flat gradients by their sums over ranks, many in a call: a call for each takes longer than the bytes."""
     for dtype in dict.fromkeys(each.dtype for each in gradients):
         same = [each for each in gradients if each.dtype == dtype]

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from headrace import internals
-from headrace.collectives.base import ProcessGroup
+from headrace.collectives.base import Collective, ProcessGroup
 from headrace.errors import UsageError
 from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink, UnitLink
+from headrace.fully_sharded.sharding import sum_over
 from headrace.fully_sharded.units import written
 from headrace.modules import is_dense
 from headrace.policies.segments import part_length
@@ -50,7 +51,7 @@ class _Unit:
         self._places: dict[str, tuple[int, int]] = {}
         stop = 0
         for name, parameter in parameters.items():
-            length = part_length(parameter.numel(), group.world)
+            length = part_length(parameter.shape, group.world)
             self._places[name] = stop, length
             stop += length
         first = next(iter(parameters.values()))
@@ -217,7 +218,8 @@ class DividedCompute(Compute):
 class DividedExchange(ReducingExchange):
     """Updates this rank's parts, of whose gradients compute has left the sums.
 
-    `measured` are the names of the parameters that no other rank of the replica measures.
+    `measured` are the names of the parameters that no other rank measures; `mates` hold the same parts, where each of
+    several groups of ranks divides its parameters.
     """
 
     def __init__(
@@ -227,13 +229,17 @@ class DividedExchange(ReducingExchange):
         used: UsedParameters,
         divided: DividedParameters,
         measured: frozenset[str],
+        mates: Collective | None,
     ) -> None:
         sums = list(divided.sums.values())
         indices = [divided.trained.index(name) for name in divided.pieces]
         super().__init__(updater, clipper, used, list(divided.pieces.values()), sums, divided.part_bytes, indices)
         self._reduced = [total for name, total in divided.sums.items() if name in measured], sums
+        self._mates = mates
 
     def reduce(self) -> Reduced:
+        if self._mates:
+            sum_over(self._mates, self._reduced[1])
         return self._reduced
 
 

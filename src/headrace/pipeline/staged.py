@@ -35,7 +35,7 @@ from headrace.training.update import Updater
 from headrace.training.user_code.differentiable import require_graph
 from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trained import TrainedParameters
-from headrace.training.whole_model import ModelParallelGroup, WholeModel, cut
+from headrace.training.whole_model import ModelParallelGroup, cut
 from headrace.trees import widened
 
 _FEWER_COPIES = "use more stages, or an optimizer that keeps less: SGD nothing, momentum one copy, Adam two"
@@ -185,12 +185,32 @@ class StagedReplica(ModelParallelGroup):
         self.model = replace(model, parameters=held)
         self._compute = compute
 
-    def compute(self, whole: Callable[[], WholeModel], sink: GradientSink | None, scale: LossScale | None) -> Compute:
+    def compute(self, whole: Callable[[], Compute], sink: GradientSink | None, scale: LossScale | None) -> Compute:
         self._compute.sink, self._compute.scale = sink, scale
         return self._compute
 
     def spread(self) -> None:
         self._compute.spread_tied()
+
+
+class SlicedStages(ModelParallelGroup):
+    """One rank's slices of its stages, of a replica that is `group`."""
+
+    piecewise = True
+
+    def __init__(self, stages: StagedReplica, slices: ModelParallelGroup, group: ProcessGroup) -> None:
+        self.group, self.everyone = group, stages.everyone
+        self.model, self.slices = stages.model, slices.slices
+        held = {each.name for each in stages.model.parameters}
+        self.repeated, self.times = slices.repeated & held, slices.times
+        self.stages = stages.group.world
+        self._stages, self._slices = stages, slices
+
+    def compute(self, whole: Callable[[], Compute], sink: GradientSink | None, scale: LossScale | None) -> Compute:
+        return self._slices.compute(lambda: self._stages.compute(whole, sink, scale), None, None)
+
+    def spread(self) -> None:
+        self._stages.spread()
 
 
 class PipelineExchange(UpdatingExchange):

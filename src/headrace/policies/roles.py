@@ -11,7 +11,8 @@ from headrace.errors import InfeasiblePlan, UsageError
 from headrace.policies.segments import everywhere
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec, ParameterSpec
-from headrace.spec.plan import Plan, Role, Segment, has_stages
+from headrace.spec.plan import Plan, Role, Segment, has_stages, stage_ranks
+from headrace.spec.plan import micro_batches as micro_batches_of
 
 MICRO_BATCHES_A_STAGE = 4
 """Of a pipeline: from so many on, the bubble hardly matters (GPipe, section 2.3)."""
@@ -19,12 +20,9 @@ MICRO_BATCHES_A_STAGE = 4
 
 def pieces_of(plan: Plan, examples: int, micro_batches: int) -> list[int]:
     """Returns how many examples of a global batch are computed at a time, by workers without stages in so many."""
-    inner = plan.options.get("inner")
-    options = inner if isinstance(inner, Mapping) else plan.options
     if has_stages(plan):
-        chosen = options.get("micro_batches")
-        ranks = plan.workers // plan.replicas
-        micro_batches = chosen if isinstance(chosen, int) else MICRO_BATCHES_A_STAGE * ranks
+        chosen = micro_batches_of(plan)
+        micro_batches = chosen if isinstance(chosen, int) else MICRO_BATCHES_A_STAGE * stage_ranks(plan)
     shares = [stop - start for start, stop in bounds(examples, plan.data_shares)]
     parts = (bounds(share, (1,) * micro_batches) for share in shares)
     return [stop - start for pieces in parts for start, stop in pieces if stop > start]

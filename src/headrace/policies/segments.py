@@ -6,6 +6,7 @@ is a `UsageError`.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -31,7 +32,7 @@ def rows(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ...
         if not parameter.shape or not parameter.elements:
             segments.append(Segment(parameter.name, 0, parameter.elements, EVERY_WORKER))
             continue
-        length = -(-parameter.shape[0] // owners) * (parameter.elements // parameter.shape[0])
+        length = part_length(parameter.shape, owners)
         segments += [
             Segment(parameter.name, start, min(start + length, parameter.elements), owner)
             for owner, start in enumerate(range(0, parameter.elements, length))
@@ -40,13 +41,13 @@ def rows(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ...
 
 
 def evenly(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ...]:
-    """Cuts each parameter into ranges of `part_length` elements; the last owners get fewer or none."""
+    """Cuts each parameter as `rows` does; the first owner gets one without rows or elements."""
     require_owners(owners)
     segments = []
     for parameter in parameters:
         if not parameter.trainable:
             continue
-        length = part_length(parameter.elements, owners)
+        length = part_length(parameter.shape, owners)
         segments += [
             Segment(parameter.name, start, min(start + length, parameter.elements), owner)
             for owner, start in enumerate(range(0, max(1, parameter.elements), length))
@@ -54,9 +55,10 @@ def evenly(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, .
     return tuple(segments)
 
 
-def part_length(elements: int, owners: int) -> int:
-    """Returns the most elements of one parameter that an owner gets where it is cut evenly; at least 1."""
-    return max(1, -(-elements // owners))
+def part_length(shape: Sequence[int], owners: int) -> int:
+    """Returns the most elements of one parameter that an owner gets where it is cut between rows; at least 1."""
+    row = math.prod(shape[1:])
+    return max(1, -(-shape[0] // owners) * row) if shape else 1
 
 
 def slices(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ...]:

@@ -111,6 +111,7 @@ class Plan:
             lost; 0 where it ends with the first that is lost.
         max_workers: to so many it may grow, by replacements of lost workers, too; 0 where lost ones are not replaced.
         trusted: whether accelerators of several hosts exchange by themselves, over a network that may read it.
+        slices: of how many ranks each has slices of the same stages.
         moves_rows: whether rows of tables move between servers, so that snapshots of different moments do not fit.
     """
 
@@ -128,6 +129,7 @@ class Plan:
     max_workers: int = 0
     moves_rows: bool = False
     trusted: bool = False
+    slices: int = 1
 
     @property
     def workers(self) -> int:
@@ -172,11 +174,13 @@ class Plan:
 
     def part_of(self, rank: int) -> str:
         """Returns what a rank holds of the model: "stage 1 of 2, replica 0", or "" where that is all of it."""
-        ranks, role = self.workers // max(1, self.replicas), self.role(rank)
-        own = [str(stage) for stage in range(len(self.partition)) if stage % ranks == role.stage]
+        ranks, role = stage_ranks(self), self.role(rank)
+        own = [str(stage) for stage in range(len(self.partition)) if stage % ranks == role.stage // self.slices]
         if not own:
             return ""
         held = f"stage{'s' * (len(own) > 1)} {' and '.join(own)} of {len(self.partition)}"
+        if self.slices > 1:
+            held += f", slice {role.stage % self.slices} of {self.slices}"
         if role.kind != "worker":
             return f"{role.kind} of {held}"
         return f"{held}, replica {role.data_rank}" if self.replicas > 1 else held
@@ -195,6 +199,11 @@ def describe_processes(plan: Plan) -> str:
     if plan.backups:
         text += f", {'each with a backup' if servers > 1 else 'with a backup'},"
     return text
+
+
+def stage_ranks(plan: Plan) -> int:
+    """Returns how many ranks of a replica have stages of their own."""
+    return plan.workers // max(1, plan.replicas) // plan.slices
 
 
 def device_kinds(plan: Plan) -> tuple[str, ...]:
@@ -231,10 +240,16 @@ def sums_lie_in_host_memory(plan: Plan) -> bool:
 
 def cuts_shares(plan: Plan) -> bool:
     """Whether a replica's share is computed in several micro-batches, from stage to stage."""
-    # Those of a hybrid are options of its inner strategy.
-    inner = plan.options.get("inner")
-    options = inner if isinstance(inner, Mapping) else plan.options
-    return bool(plan.partition) and options.get("micro_batches") != 1
+    return bool(plan.partition) and micro_batches(plan) != 1
+
+
+def micro_batches(plan: Plan) -> object:
+    """Returns the option of that name of a pipeline, which may be a level of a hybrid."""
+    options: Mapping[str, object] = plan.options
+    while "micro_batches" not in options and isinstance(inner := options.get("inner"), Mapping):
+        outer = options.get("outer")
+        options = outer if isinstance(outer, Mapping) and "micro_batches" in outer else inner
+    return options.get("micro_batches")
 
 
 def has_stages(plan: Plan) -> bool:

@@ -143,14 +143,14 @@ class WorkerContext:
         # By where the sum lies, and not this worker's device: all workers must check alike.
         place = _HOST if in_host else next((each.device for each in (gradients or {}).values()), self.device)
         immediate, inside = place.type == "cpu", self.inside
-        group, times, repeated = self.group, 1, list[Tensor]()
+        group, counts, repeated = self.group, (1, 1), list[Tensor]()
         if inside is not None:
             assert gradients is not None
-            group, times = inside.everyone, inside.group.world
+            group, counts = inside.everyone, (inside.times, inside.stages)
             repeated = [gradients[name] for name in gradients if name in inside.repeated]
         connect = inside.connects[1] if inside else self.device_group
-        there = on_device(self, self.options, group, place, connect, lambda: repeated, times)
-        return GradientClipper(self.options, group, self.scale, immediate, lambda: repeated, times, there)
+        there = on_device(self, self.options, group, place, connect, lambda: repeated, *counts)
+        return GradientClipper(self.options, group, self.scale, immediate, lambda: repeated, *counts, there)
 
     def updater_over(
         self, owned: Sequence[tuple[Segment, Tensor]], named: Iterable[tuple[str, Tensor]] | None = None
@@ -228,11 +228,12 @@ def on_device(
     connect: Connects,
     repeated: Callable[[], Sequence[Tensor]] = tuple,
     times: int = 1,
+    stages: int = 1,
     first: int = 0,
 ) -> DeviceClipping | None:
     """Returns what decides on an accelerator, where the gradients of `group` lie; None where the host decides.
 
-    `repeated` and `times` are as of `GradientClipper`, `first` is the first rank of the group.
+    `repeated`, `times` and `stages` are as of `GradientClipper`, `first` is the first rank of the group.
     """
     known, devices = _carrier(connect, group, place)
     if not known:
@@ -240,8 +241,9 @@ def on_device(
     from headrace.training.on_device.clipping import DeviceClipping
 
     clip = options.clip_norm, options.clip_value
+    again = repeated, (times - 1) * stages / group.world
     rank = first + group.rank
-    return DeviceClipping(rank, clip, devices, context.scale, context.found_inf, place, repeated, times)
+    return DeviceClipping(rank, clip, devices, context.scale, context.found_inf, place, *again)
 
 
 def among(context: WorkerContext, group: ProcessGroup, members: Sequence[int]) -> Callable[[], Collective | None]:

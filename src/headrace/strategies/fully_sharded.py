@@ -125,11 +125,10 @@ class FullySharded(Strategy):
         return replace(super().behave(workers), not_rehearsed=refuse_parts(self.equals_one_device))
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        return self.in_replicas(plan, context, context.group, context.device_group())
+        return self.in_replicas(context, context.group, context.device_group())
 
     def in_replicas(
         self,
-        plan: Plan,
         context: WorkerContext,
         within: ProcessGroup,
         carrier: Collective | None,
@@ -153,7 +152,8 @@ class FullySharded(Strategy):
         sharded = ShardedModule(
             module, units, within, carrier, self.reshard_after_forward is not False, context.closing, half
         )
-        segments = [each for each in plan.segments if each.owner in (within.rank, EVERY_WORKER)]
+        held = rows(context.model.parameters, within.world)
+        segments = [each for each in held if each.owner in (within.rank, EVERY_WORKER)]
         updater = _updater_of(segments, sharded.pieces, whole, context)
         used = UsedParameters(group, len(sharded.pieces))
         objective, options, sample = context.objective, context.options, context.sample
@@ -161,7 +161,15 @@ class FullySharded(Strategy):
         compute = ShardedModel(sharded, objective, options, used, sample, total, communicates, context.scale)
         if group.rank == 0:
             compute.notes = (sharded.describe(),)
-        return Replica(compute, ShardedExchange(sharded, updater, context.clipper(), used, group.rank == 0, mates))
+        # What several ranks hold, one measures.
+        measured = frozenset(sharded.pieces) if not mates or not mates.rank else frozenset()
+        measured -= sharded.whole if group.rank else frozenset()
+        inside = context.inside
+        if inside and inside.group.rank:
+            measured -= inside.repeated
+        clipper = context.clipper({} if inside else None)
+        exchange = ShardedExchange(sharded, updater, clipper, used, measured, mates)
+        return Replica(inside.compute(lambda: compute, None, context.scale) if inside else compute, exchange)
 
     def check_stages(self) -> None:
         """Refuses options that have no meaning over replicas that are pipelines, with a UsageError."""
@@ -177,27 +185,38 @@ class FullySharded(Strategy):
                 "pipeline runs many forwards before its last backward; leave it out"
             )
 
-    def over_stages(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        """Returns what a rank runs that holds stages of a pipeline; the ranks of `context` hold the same ones."""
+    def over_stages(
+        self,
+        rank: int,
+        context: WorkerContext,
+        within: ProcessGroup,
+        mates: Collective | None,
+        measured: frozenset[str],
+    ) -> Replica:
+        """Returns what a rank runs that holds stages of a pipeline; the ranks of `context` hold the same ones.
+
+        Of these the ranks `within` divide them, and `mates` hold the same part; `measured` are the names of the
+        parameters whose part no other rank measures.
+        """
         from headrace.fully_sharded.stages import DividedCompute, DividedExchange, DividedParameters, PartialSums
 
         group, held = context.group, context.model.parameters
         broadcast(context.module, context.device_group() or group)
         whole = _named(context)
         named = dict(context.module.named_parameters())
-        divided = DividedParameters({each.name: named[each.name] for each in held}, group)
-        segments = [each for each in evenly(held, group.world) if each.owner == group.rank]
+        divided = DividedParameters({each.name: named[each.name] for each in held}, within)
+        segments = [each for each in evenly(held, within.world) if each.owner == within.rank]
         updater = _updater_of(segments, divided.pieces, whole, context)
         used = UsedParameters(group, len(divided.trained))
         compute = DividedCompute(context.whole_model(PartialSums(divided, used)), divided)
         if group.rank == 0:
             compute.notes = (
                 f"rank {rank} holds {divided.part_bytes:,} of its stage's {divided.whole_bytes:,} bytes of parameters "
-                f"between rounds, and what the optimizer keeps of them: one part of {group.world}",
+                f"between rounds, and what the optimizer keeps of them: one part of {within.world}",
             )
-        # What several stages hold is measured by the first.
-        measured = frozenset(each.parameter for each in plan.segments if each.owner == rank)
-        return Replica(compute, DividedExchange(updater, context.clipper({}, in_host=True), used, divided, measured))
+        return Replica(
+            compute, DividedExchange(updater, context.clipper({}, in_host=True), used, divided, measured, mates)
+        )
 
 
 def _require_own_backward(context: WorkerContext) -> None:

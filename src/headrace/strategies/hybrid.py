@@ -12,61 +12,81 @@
 
 Each rank talks of parameters to those alone that hold the same ones: so did the machines of a DistBelief replica
 (Dean et al., 2012, section 4.1), and of gradients there is less to exchange by as many ranks as a replica has.
+
+Of up to four levels the last numbers ranks fastest, and exchanges most: it should be inside a host (Narayanan et al.,
+"Efficient large-scale language model training on GPU clusters", 2021, section 3.2):
+
+    hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2), hr.Pipeline(2), hr.TensorParallel(2))
+    rank      8 x replica   + 4 x part          + 2 x stage     + slice
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass, replace
+from math import prod
 
-from headrace.collectives.base import ProcessGroup
+from headrace.collectives.base import Collective, ProcessGroup
+from headrace.collectives.threads import ThreadCollective
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.parameter_server.server.server import Server
-from headrace.pipeline.staged import StagedReplica
+from headrace.pipeline.staged import SlicedStages, StagedReplica
 from headrace.policies.behaviour import Behaviour
 from headrace.policies.roles import require_memory, worker_and_server_roles, worker_roles
-from headrace.policies.segments import evenly, everywhere
+from headrace.policies.segments import evenly, everywhere, rows
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.compute import LayerSpec
 from headrace.spec.model import ModelSpec, ProfileRequest
-from headrace.spec.plan import EVERY_WORKER, Plan, ProcessCounts, Role, Segment
+from headrace.spec.plan import EVERY_WORKER, Plan, ProcessCounts, Role
 from headrace.strategies.checks import refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext, among, total_of
 from headrace.strategies.fully_sharded import FullySharded, require_sliceable, sharded_plan
+from headrace.strategies.hybrid_levels import by_kind, check_levels
+from headrace.strategies.hybrid_ranks import (
+    ENOUGH_BYTES,
+    RankGroups,
+    alone,
+    cluster_of,
+    slices_of,
+    stages_of,
+    with_slices,
+)
 from headrace.strategies.mirrored import Mirrored
+from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.parameter_averaging import ParameterAveraging
 from headrace.strategies.pipeline import Pipeline
 from headrace.strategies.refusals import Refusal
 from headrace.strategies.served import ServedStrategy, ServerContext
-from headrace.strategies.served_hybrid import Served, check_outer, in_parts, of_outer, served_plan, served_replica
+from headrace.strategies.served_hybrid import Served, in_parts, of_outer, served_plan, served_replica
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.strategies.tensor_parallel import TensorParallel
 from headrace.tensor_parallel.recording import Trial
 from headrace.training.exchange import Replica
 from headrace.training.whole_model import ModelParallelGroup
 
-_ENOUGH_BYTES = 2**62
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Hybrid(ServedStrategy):
-    """An outer strategy whose workers are replicas of an inner one.
+    """An outer strategy whose workers are replicas of an inner one, which may be a hybrid itself.
 
     Ranks go replica by replica: with 2 devices inside, ranks 0 and 1 hold the first one.
 
     Attributes:
         outer: what the replicas do with each other: `Mirrored`, `ParameterAveraging` by all-reduce,
-            `ParameterServer` or `Downpour`, each of whose servers has shards of one stage or slice, or, where they are
-            pipelines, `FullySharded`, which divides each stage among them; its `workers` are replicas.
-        inner: what a replica is: `TensorParallel` or `Pipeline`; or `FullySharded`, under an outer `Mirrored` (torch's
-            HSDP), whose ranks each compute on a share of their own.
+            `ParameterServer` or `Downpour`, each of whose servers has shards of one stage or slice, or `FullySharded`,
+            which divides the stages or slices among them; its `workers` are replicas.
+        inner: what a replica is: `TensorParallel`, `Pipeline`, or a hybrid of these; or `FullySharded`, alone or around
+            them, under an outer `Mirrored` (torch's HSDP). `Hybrid(a, b, c)` is `Hybrid(a, Hybrid(b, c))`.
 
     Raises:
-        UsageError: these two cannot be combined.
+        UsageError: these cannot be combined.
 
     Examples:
         >>> two_by_two = hr.Hybrid(outer=hr.Mirrored(workers=2), inner=hr.Pipeline(stages=2))
         >>> hr.fit(job, two_by_two).plan.workers
         4
+        >>> hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2), hr.TensorParallel(2)).processes().workers
+        8
     """
 
     outer: Strategy
@@ -76,52 +96,14 @@ class Hybrid(ServedStrategy):
     whole_model = False
     divided = True
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.inner, TensorParallel | Pipeline | FullySharded):
-            raise UsageError(
-                "the inner strategy of a hybrid must be hr.TensorParallel(...), hr.Pipeline(...) or "
-                f"hr.FullySharded(...), which hold one model on several devices, got {self.inner!r}"
-            )
-        if not isinstance(self.outer, Mirrored | ParameterAveraging | Served | FullySharded):
-            raise UsageError(
-                "the outer strategy of a hybrid must be hr.Mirrored(...), hr.ParameterAveraging(...), "
-                f"hr.ParameterServer(...), hr.Downpour(...) or hr.FullySharded(...), got {self.outer!r}"
-            )
-        if isinstance(self.inner, FullySharded):
-            _check_sharded(self.outer)
-        if isinstance(self.outer, FullySharded):
-            if not isinstance(self.inner, Pipeline):
-                raise UsageError(
-                    "hr.FullySharded(...) as the outer strategy divides the stages of hr.Pipeline(...), got the inner "
-                    f"strategy {self.inner!r}; use hr.Mirrored(...) around it"
-                )
-            self.outer.check_stages()
-        if isinstance(self.outer, Mirrored | ParameterAveraging) and self.outer.min_workers is not None:
-            raise UsageError(
-                f"min_workers={self.outer.min_workers} lets workers come and go one by one, and the ranks of a replica "
-                "cannot; leave it out"
-            )
-        if isinstance(self.outer, Served):
-            check_outer(self.outer, self.inner)
-        if isinstance(self.outer, Mirrored) and self.outer.balance != "equal":
-            raise UsageError(
-                f"balance={self.outer.balance!r} compares workers that each have the whole model, and "
-                f"{self.inner.name} divides it; use balance='equal'"
-            )
-        if isinstance(self.outer, ParameterAveraging) and self.outer.via != "all_reduce":
-            raise UsageError(
-                f"via={self.outer.via!r} lets workers come and go one by one, and the ranks of a replica cannot; use "
-                "via='all_reduce'"
-            )
-        if isinstance(self.outer, ParameterAveraging) and not isinstance(self.outer.period, int):
-            raise UsageError(
-                f"period={self.outer.period!r} adapts to what the ranks of one slice measure, and all slices of a "
-                "replica must synchronize after the same rounds; give a number such as period=16"
-            )
+    def __init__(self, outer: Strategy, inner: Strategy, *inside: Strategy) -> None:
+        check_levels([level for each in (outer, inner, *inside) for level in levels_of(each)])
+        object.__setattr__(self, "outer", outer)
+        object.__setattr__(self, "inner", Hybrid(inner, *inside) if inside else inner)
 
     @property
     def equals_one_device(self) -> bool:
-        return self.outer.equals_one_device and self.inner.equals_one_device
+        return all(each.equals_one_device for each in levels_of(self))
 
     def processes(self) -> ProcessCounts:
         outer = self.outer.processes()
@@ -131,62 +113,79 @@ class Hybrid(ServedStrategy):
         return self.outer.sparse_names()
 
     def imports(self) -> tuple[str, ...]:
-        return *self.outer.imports(), *self.inner.imports()
+        return tuple(name for each in levels_of(self) for name in each.imports())
 
     def refusals(self) -> tuple[Refusal, ...]:
         why = (
             "batch_norm='sync' normalises over a whole batch, of which replicas that are pipelines have pieces of parts"
         )
         pieces = Refusal("batch_norm", "sync", why, "use batch_norm='local'")
-        own = (pieces,) if isinstance(self.inner, Pipeline) else ()
-        return (*self.outer.refusals(), *self.inner.refusals(), *own)
+        own = (pieces,) if by_kind(levels_of(self))[2] else ()
+        return *(refusal for each in levels_of(self) for refusal in each.refusals()), *own
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
         refuse_derived_state(self.name, probe.module)
-        replicas, devices = self._counts(probe.cluster)
-        if isinstance(self.inner, FullySharded):
-            return self.inner.inspect_model(model, probe)
-        if isinstance(self.outer, Served) and isinstance(self.inner, TensorParallel):
-            # Servers must know the part that each device will hold.
-            cuts = self.inner.cuts(probe.module, devices, Trial(probe.sample(), probe.inputs))
-            return replace(model, parameters=tuple(replace(each, cut=cuts.get(each.name)) for each in model.parameters))
+        counts, (_, sharded, pipeline, tensor) = self._counts(probe.cluster), by_kind(levels_of(self))
+        if sharded and not pipeline:
+            return sharded.inspect_model(model, probe)
+        replicas, stages, slices = counts[0] * counts[1], counts[2], counts[3]
+        if not pipeline:
+            if isinstance(self.outer, Served) and tensor:
+                # Servers must know the part that each device will hold.
+                cuts = tensor.cuts(probe.module, slices, Trial(probe.sample(), probe.inputs))
+                parameters = (replace(each, cut=cuts.get(each.name)) for each in model.parameters)
+                return replace(model, parameters=tuple(parameters))
+            return model
 
         def measure(request: ProfileRequest) -> tuple[LayerSpec, ...]:
-            return probe.measure(replace(request, threads=self._roles(probe.cluster, replicas * devices)[0].threads))
+            return probe.measure(replace(request, threads=self._roles(probe.cluster, prod(counts))[0].threads))
 
         size = max(1, probe.global_batch_size // replicas)
-        inner = replace(probe, global_batch_size=size, cluster=_alone(probe.cluster, devices), measure=measure)
-        return self.inner.inspect_model(model, inner)
+        cluster = alone(probe.cluster, stages_of(replicas, stages, slices))
+        inner = replace(probe, global_batch_size=size, cluster=cluster, measure=measure)
+        return pipeline.inspect_model(model, inner)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
-        replicas, devices = self._counts(cluster)
+        counts, (_, sharded, pipeline, tensor) = self._counts(cluster), by_kind(levels_of(self))
+        outer, parts, stages, slices = counts
+        replicas, devices, options = outer * parts, stages * slices, describe_options(self)
         if isinstance(self.outer, Mirrored):
             self.outer.require_network(self.name, cluster)
-        if isinstance(self.inner, FullySharded):
-            return sharded_plan(self.name, describe_options(self), replicas * devices, model, cluster, replicas)
-        roles = self._roles(cluster, replicas * devices)
-        inner = self.inner.plan(model, _alone(cluster, devices))
+        if tensor and sharded:
+            # Refuses what cannot be sliced.
+            tensor.plan(model, alone(cluster, slices_of(replicas * stages, slices)))
+        if sharded and not pipeline:
+            plan = sharded_plan(self.name, options, prod(counts), model, cluster, outer)
+            return with_slices(plan, rows(model.parameters, parts), slices) if tensor else plan
+        roles = self._roles(cluster, prod(counts))
+        inner = (pipeline or levels_of(self)[-1]).plan(model, alone(cluster, stages_of(replicas, stages, slices)))
         if isinstance(self.outer, Served):
             served = served_plan(self.name, self.outer, inner, model, cluster, (replicas, devices))
-            return replace(served, options=describe_options(self))
+            return replace(served, options=options)
         # Each builds the whole model before it keeps a part; then there are the copies of the outer's.
         needed, segments = max(3 * len(roles), model.copies * replicas), everywhere(model.parameters)
-        if isinstance(self.outer, FullySharded):
+        if sharded:
             require_sliceable(self.name, model)
             # In a round each replica has parameters and gradients, and all together the parts and their state.
-            needed, segments = max(len(roles), 2 * replicas + model.copies), _divided(inner, model, replicas)
+            needed = max(len(roles), 2 * replicas + model.copies * outer)
+            owners = {segment.parameter: segment.owner * slices for segment in inner.segments}
+            segments = tuple(
+                replace(each, owner=each.owner * devices + owners[each.parameter])
+                for each in evenly(model.parameters, parts)
+            )
         require_memory(self.name, needed * model.trainable_bytes, cluster, roles, model)
         return replace(
             inner,
             strategy=self.name,
-            options=describe_options(self),
+            options=options,
             roles=tuple(replace(role, data_rank=role.rank // devices, stage=role.rank % devices) for role in roles),
             shares=(1,) * replicas,
             segments=segments,
+            slices=slices if pipeline else 1,
         )
 
     def behave(self, workers: int) -> Behaviour:
-        devices = self._devices() or 1
+        devices = _count_of(self.inner) or 1
         outer, inner = self.outer.behave(max(1, workers // devices)), self.inner.behave(devices)
         not_simulated = inner.not_simulated
         if outer.not_simulated:
@@ -195,6 +194,9 @@ class Hybrid(ServedStrategy):
                 "hr.ParameterAveraging(...) with a number of rounds as its period, hr.ParameterServer(...) or "
                 "hr.Downpour(...)"
             )
+        if len(levels_of(self)) > 2:
+            named = " around ".join(each.name for each in levels_of(self))
+            not_simulated = f"a hybrid of {named} cannot be simulated; use one of two levels"
         return replace(
             outer,
             division=inner.division,
@@ -207,129 +209,140 @@ class Hybrid(ServedStrategy):
             return worker_and_server_roles(self.name, count, self.outer.servers, cluster)
         return worker_roles(self.name, count, cluster, spread=True)
 
-    def _counts(self, cluster: Cluster) -> tuple[int, int]:
-        """Returns how many replicas there are, and devices in each.
+    def _counts(self, cluster: Cluster) -> tuple[int, int, int, int]:
+        """Returns how many replicas, parts, stages and slices there are: 1 of what the levels do not have.
 
         Raises:
             InfeasiblePlan: neither options nor launcher say, or they contradict each other.
         """
-        assert isinstance(self.outer, Mirrored | ParameterAveraging | Served | FullySharded)
-        replicas, devices = self.outer.workers, self._devices()
-        if replicas is not None and devices is not None:
-            return replicas, devices
-        known = replicas or devices
-        ranks = cluster.ranks and cluster.ranks - (self.outer.servers if isinstance(self.outer, Served) else 0)
-        if ranks is None or ranks < 1 or known is None or ranks % known:
-            started = f"the launcher started {cluster.ranks}" if cluster.ranks else "no launcher says how many"
-            raise InfeasiblePlan(
-                f"a hybrid of {replicas or '?'} replicas on {devices or '?'} devices each, and {started}; say both: "
-                "hr.Hybrid(hr.Mirrored(workers=2), hr.TensorParallel(devices=2))"
-            )
-        return replicas or ranks // known, devices or ranks // known
-
-    def _devices(self) -> int | None:
-        if isinstance(self.inner, FullySharded):
-            return self.inner.workers
-        assert isinstance(self.inner, TensorParallel | Pipeline)
-        return self.inner.devices if isinstance(self.inner, TensorParallel) else self.inner.stages
+        counts = [_count_of(each) for each in levels_of(self)]
+        if None in counts:
+            known = prod(count or 1 for count in counts)
+            ranks = cluster.ranks and cluster.ranks - (self.outer.servers if isinstance(self.outer, Served) else 0)
+            if ranks is None or ranks < 1 or counts.count(None) > 1 or ranks % known:
+                started = f"the launcher started {cluster.ranks}" if cluster.ranks else "no launcher says how many"
+                said = f"{counts[0] or '?'} replicas on {' x '.join(str(each or '?') for each in counts[1:])}"
+                raise InfeasiblePlan(
+                    f"a hybrid of {said} devices each, and {started}; say {'both' if len(counts) == 2 else 'all'}: "
+                    "hr.Hybrid(hr.Mirrored(workers=2), hr.TensorParallel(devices=2))"
+                )
+            counts = [count or ranks // known for count in counts]
+        left = iter(counts)
+        outer, parts, stages, slices = (1 if level is None else next(left) or 1 for level in by_kind(levels_of(self)))
+        return outer, parts, stages, slices
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        if isinstance(self.inner, FullySharded):
-            return self._sharded(self.inner, plan, rank, context)
-        role, everyone = plan.role(rank), context.group
-        workers = plan.roles[: plan.workers]
-        within = [other.rank for other in workers if other.data_rank == role.data_rank]
-        across = [other.rank for other in workers if other.stage == role.stage]
-        group, mates = everyone.subgroup(within), everyone.subgroup(across)
-        near = replace(context, group=group, device_group=among(context, group, within))
-        inside = (
-            self.inner.inside(near, everyone, mates)
-            if isinstance(self.inner, TensorParallel)
-            else self._stages(plan, near, context, mates)
-        )
-        inside.connects = near.device_group, context.device_group
-        own = replace(
-            context, model=inside.model, group=mates, device_group=among(context, mates, across), inside=inside
-        )
+        everyone, (outer, sharded, pipeline, tensor) = context.group, by_kind(levels_of(self))
+        groups = RankGroups(self._counts(cluster_of(plan)), rank)
+        mates = everyone.subgroup(groups.mates)
+        inside = self._inside(plan, groups, context, mates) if pipeline or tensor else None
+        connected = among(context, mates, groups.mates)
+        own = context
+        if inside:
+            inside.connects = among(context, inside.group, groups.devices), context.device_group
+            own = replace(context, model=inside.model, group=mates, device_group=connected, inside=inside)
+        if sharded:
+            within, alike = everyone.subgroup(groups.parts), everyone.subgroup(groups.replicas)
+            others: Collective | None = None
+            if outer:
+                others = among(context, alike, groups.replicas)() or alike
+            if not pipeline:
+                return replace(
+                    sharded.in_replicas(own, within, among(context, within, groups.parts)(), others),
+                    slices=inside.slices if inside else None,
+                )
+            assert inside is not None
+            # What several ranks hold is measured by the first of them.
+            first = rank - groups.slice
+            measured = frozenset(each.parameter for each in plan.segments if each.owner == first)
+            measured -= inside.repeated if groups.slice else frozenset()
+            return replace(sharded.over_stages(rank, own, within, others, measured), slices=inside.slices)
+        assert inside is not None
+        if not outer:
+            return Replica(
+                own.whole_model(), LocalExchange(everywhere(own.model.parameters), own), slices=inside.slices
+            )
+        role = plan.role(rank)
         if isinstance(self.outer, Served):
             # Replicas that are threads share one generator, and while one is traced no other may go on and draw.
             everyone.barrier()
             return replace(served_replica(self.outer, plan, role, own), slices=inside.slices)
-        if isinstance(self.outer, FullySharded):
-            return self.outer.over_stages(plan, rank, own)
         # To the outer strategy each replica is a worker; memory was asked for before.
-        replicas = Cluster((Host(plan.roles[0].host, mates.world, _ENOUGH_BYTES),))
-        outer = self.outer.plan(own.model, replicas)
-        assert all(segment.owner == EVERY_WORKER for segment in outer.segments)
-        return replace(self.outer.replica(outer, role.data_rank, own), slices=inside.slices)
-
-    def _sharded(self, inner: FullySharded, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        assert isinstance(self.outer, Mirrored)
-        # One of both numbers is given: else there is no plan.
-        devices = inner.workers or plan.workers // (self.outer.workers or 1)
-        first, place = rank - rank % devices, rank % devices
-        inside, across = range(first, first + devices), range(place, plan.workers, devices)
-        within, mates = context.group.subgroup(inside), context.group.subgroup(across)
-        carrier = among(context, within, inside)()
-        return inner.in_replicas(plan, context, within, carrier, among(context, mates, across)() or mates)
+        replicas = Cluster((Host(plan.roles[0].host, mates.world, ENOUGH_BYTES),))
+        planned = self.outer.plan(own.model, replicas)
+        assert all(segment.owner == EVERY_WORKER for segment in planned.segments)
+        return replace(self.outer.replica(planned, role.data_rank, own), slices=inside.slices)
 
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
         model = in_parts(context.model, plan.workers // plan.replicas)
         assert isinstance(self.outer, ServedStrategy)
         return self.outer.server(of_outer(plan, self.outer), rank, replace(context, model=model))
 
-    def _stages(self, plan: Plan, near: WorkerContext, every: WorkerContext, mates: ProcessGroup) -> ModelParallelGroup:
-        assert isinstance(self.inner, Pipeline)
+    def _inside(
+        self, plan: Plan, groups: RankGroups, context: WorkerContext, mates: ProcessGroup
+    ) -> ModelParallelGroup:
+        """Divides the module in place, into slices and then into stages; returns how the ranks of a replica compute."""
+        everyone, (_, _, pipeline, tensor) = context.group, by_kind(levels_of(self))
+
+        def near(members: Sequence[int]) -> WorkerContext:
+            group = everyone.subgroup(members)
+            return replace(context, group=group, device_group=among(context, group, members))
+
+        if tensor and pipeline and isinstance(everyone, ThreadCollective):
+            raise UsageError(
+                "one thread of a process at a time can record the forward that stages are cut from, and slices of a "
+                "layer compute together: a Pipeline around TensorParallel is not for ThreadEngine; leave out engine=, "
+                "and workers are processes"
+            )
+        sliced = tensor.inside(near(groups.slices), everyone, mates) if tensor else None
+        if not pipeline:
+            assert sliced is not None
+            return sliced
+        # Contexts of a replica's stages, and of all that have this rank's slice.
+        contexts = near(groups.stages), near(groups.column) if sliced else context
+        staged = self._stages(pipeline, plan, contexts, everyone, mates, sliced)
+        return SlicedStages(staged, sliced, everyone.subgroup(groups.devices)) if sliced else staged
+
+    def _stages(
+        self,
+        pipeline: Pipeline,
+        plan: Plan,
+        contexts: tuple[WorkerContext, WorkerContext],
+        everyone: ProcessGroup,
+        mates: ProcessGroup,
+        sliced: ModelParallelGroup | None,
+    ) -> StagedReplica:
+        near, column = contexts
         # A loss is weighed over all replicas, where these synchronize in every round.
-        total = total_of(every if isinstance(self.outer, Mirrored | FullySharded) else near)
-        compute = self.inner.compute(plan, near, total, every.group)
+        total = total_of(column if isinstance(self.outer, Mirrored | FullySharded) else near)
+        compute = pipeline.compute(plan, near, total, everyone)
         compute.mates = mates
-        counts_all = isinstance(self.outer, Mirrored | ParameterAveraging)
+        counts_all = not by_kind(levels_of(self))[1] and not isinstance(self.outer, Served)
         if near.options.clip_norm is not None and compute.tied and counts_all:
             raise UsageError(
                 f"clip_norm={near.options.clip_norm:g} needs every gradient once, and several stages of a replica hold "
                 f"{compute.tied[0]!r}; use hr.Hybrid(hr.FullySharded(...), hr.Pipeline(...)), hr.Pipeline alone, or "
                 "leave clip_norm out"
             )
-        return StagedReplica(compute, near.group, every.group, near.model)
+        return StagedReplica(compute, near.group, everyone, sliced.model if sliced else near.model)
 
 
-def _check_sharded(outer: Strategy) -> None:
-    if not isinstance(outer, Mirrored):
-        raise UsageError(
-            "replicas that hr.FullySharded(...) divides sum their gradients in every round: the outer strategy must be "
-            f"hr.Mirrored(...), got {outer!r}"
-        )
-    if outer.codec != "plain":
-        raise UsageError(
-            f"codec={outer.codec!r} is for gradients of whole parameters, and the ranks of hr.FullySharded(...) have "
-            "parts; use codec='plain'"
-        )
+def levels_of(strategy: Strategy) -> tuple[Strategy, ...]:
+    """Returns the strategies of a hybrid, from the outermost to the innermost; of another one itself."""
+    return (strategy.outer, *levels_of(strategy.inner)) if isinstance(strategy, Hybrid) else (strategy,)
 
 
-def _divided(inner: Plan, model: ModelSpec, replicas: int) -> tuple[Segment, ...]:
-    """Divides each stage's parameters among the ranks that hold it, one in each replica."""
-    stages = {segment.parameter: segment.owner for segment in inner.segments}
-    return tuple(
-        replace(each, owner=each.owner * inner.workers + stages[each.parameter])
-        for each in evenly(model.parameters, replicas)
-    )
-
-
-def _alone(cluster: Cluster, devices: int) -> Cluster:
-    """Returns a cluster of one replica's devices, that on most hosts: whether all fit is asked elsewhere."""
-    if len(cluster.hosts) == 1 or cluster.ranks is None or cluster.ranks < devices:
-        host = replace(cluster.hosts[0], memory_bytes=_ENOUGH_BYTES, ranks=())
-        return replace(cluster, hosts=(host,), ranks=devices if cluster.ranks else None)
-    # Of each replica, the places of its hosts and the ranks that each has.
-    replicas: list[dict[int, list[int]]] = [{} for _ in range(cluster.ranks // devices)]
-    for place, host in enumerate(cluster.hosts):
-        for rank in host.ranks:
-            if rank < devices * len(replicas):
-                replicas[rank // devices].setdefault(place, []).append(rank % devices)
-    widest = max(replicas, key=len)
-    hosts = (replace(cluster.hosts[place], memory_bytes=_ENOUGH_BYTES, ranks=tuple(widest[place])) for place in widest)
-    return replace(cluster, hosts=tuple(hosts), ranks=devices)
+def _count_of(strategy: Strategy) -> int | None:
+    """Returns how many ranks a level has; None where its options do not say."""
+    if isinstance(strategy, Hybrid):
+        counts = [_count_of(each) for each in levels_of(strategy)]
+        return None if None in counts else prod(count or 1 for count in counts)
+    if isinstance(strategy, TensorParallel):
+        return strategy.devices
+    if isinstance(strategy, Pipeline):
+        return strategy.stages
+    assert isinstance(strategy, Mirrored | ParameterAveraging | Served | FullySharded)
+    return strategy.workers
 
 
 def rule_of(strategy: Strategy) -> Strategy:

@@ -81,10 +81,9 @@ class LocalExchange(UpdatingExchange):
         if context.inside:
             group, self._options = context.inside.group, without
             repeated, connect = partial(self._gradients, context.inside.repeated), context.inside.connects[0]
-            there = on_device(context, context.options, group, context.device, connect, repeated, group.world, first)
-            self._clipper = GradientClipper(
-                context.options, group, context.scale, immediate, repeated, group.world, there
-            )
+            counts = context.inside.times, context.inside.stages
+            there = on_device(context, context.options, group, context.device, connect, repeated, *counts, first=first)
+            self._clipper = GradientClipper(context.options, group, context.scale, immediate, repeated, *counts, there)
         else:
             # It only checks: clipping one's own gradients is torch's.
             alone = ThreadCollective(ThreadGroup(1), 0)

@@ -59,7 +59,11 @@ def _made(call: Call, workers: int | None) -> Strategy:
     kind = kinds[call.name]
     if kinds is STRATEGIES and not (isinstance(kind, type) and issubclass(kind, Strategy)):
         raise UsageError(f"the entry point {call.name!r} of an installed package is {kind!r}, which is no hr.Strategy")
-    known = inspect.signature(kind).parameters
+    if call.name == "hybrid" and len(call.values) > 2:
+        # All but the outermost are its inner strategy.
+        call = call._replace(values=(call.values[0], Call(call.name, call.values[1:])))
+    signature = inspect.signature(kind).parameters
+    known = {name: each for name, each in signature.items() if each.kind is not each.VAR_POSITIONAL}
     options = _options(call, list(known))
     for option in COUNTS:
         if workers is not None and option in known:

@@ -26,7 +26,7 @@ from headrace.training.compute import Compute, Computed
 from headrace.training.gradients import GradientSink
 from headrace.training.optimizer import StatePiece
 from headrace.training.user_code.trained import ReadGradients
-from headrace.training.whole_model import ModelParallelGroup, WholeModel
+from headrace.training.whole_model import ModelParallelGroup
 
 _SHOWN = 6
 """Names of layers in a line for the user, of each rule."""
@@ -55,13 +55,30 @@ class ShardDim:
         blocks = [part.unflatten(self.dim, (self.blocks, -1)) for part in parts]
         return torch.stack(blocks, self.dim + 1).flatten(self.dim, self.dim + 2)
 
+    def place(self, parts: Sequence[Tensor], start: int, shape: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Yields pieces of the whole tensor, flat, and where each begins, of the same rows of all ranks' parts.
+
+        `parts` are these rows by rank, flat; they begin with element `start` of parts of such a `shape`.
+        """
+        row = math.prod(shape[1:])
+        if self.dim or len(parts[0]) == shape[0] * row:
+            whole = self.join([part.view(-1, *shape[1:]) for part in parts])
+            yield start * len(parts), whole.flatten()
+            return
+        # Of each matrix a rank has some rows, which lie together.
+        length, stop = shape[0] // self.blocks * row, start + len(parts[0])
+        for block in range(start // length, -(-stop // length)):
+            low, high = max(start, block * length), min(stop, (block + 1) * length)
+            for rank, part in enumerate(parts):
+                yield low + (block * (len(parts) - 1) + rank) * length, part[low - start : high - start]
+
 
 @dataclass(frozen=True)
 class RewrittenModel:
     """A model of which this rank holds a part, and how its tensors are cut.
 
     `cuts` are those of parameters, by name; all others are whole on every rank. `shapes` are those of whole tensors;
-    `notices` say what was left whole, and why.
+    `device` is where `group` takes tensors; `notices` say what was left whole, and why.
     """
 
     module: nn.Module
@@ -69,6 +86,7 @@ class RewrittenModel:
     cuts: Mapping[str, ShardDim]
     shapes: Mapping[str, tuple[int, ...]]
     kinds: Mapping[str, str]
+    device: torch.device
     notices: tuple[str, ...] = ()
 
     @property
@@ -95,9 +113,13 @@ class RewrittenModel:
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every parameter and buffer whole, by checkpoint name, on the first rank; all ranks do it together."""
-        for name, tensor in parameters_and_buffers(self.module):
+        yield from self.joined(parameters_and_buffers(self.module))
+
+    def joined(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields tensors of which each rank has its part, whole, on the first rank; all ranks have the same names."""
+        for name, tensor in tensors:
             cut = self.cuts.get(name.partition("/")[2])
-            whole = tensor if cut is None else self._join(tensor, cut)
+            whole = tensor if cut is None else cut.join(self._every(tensor))
             if self.group.rank == 0:
                 yield name, whole
 
@@ -110,8 +132,8 @@ class RewrittenModel:
     def everywhere(self, pieces: Iterable[StatePiece]) -> Iterator[StatePiece]:
         """Yields pieces of whole parameters, of all ranks' pieces of their parts, one at a time: a device may be full.
 
-        All ranks have pieces of the same names and lengths, in the same order. Raises a `UsageError` if a piece is of a
-        part of a part.
+        All ranks have pieces of the same names, places and lengths, in the same order: of whole parts, or of rows of
+        them.
         """
         for piece in pieces:
             cut = self.cuts.get(piece.parameter)
@@ -119,15 +141,10 @@ class RewrittenModel:
                 yield piece
                 continue
             part = self.part_shape(piece.parameter)
-            if piece.start or piece.value.numel() != math.prod(part):
-                raise UsageError(
-                    f"{piece.key!r} of {piece.parameter!r} covers {piece.value.numel():,} elements from {piece.start} "
-                    f"on of the {math.prod(part):,} on this rank, and parts of parts cannot be joined; use an outer "
-                    "strategy whose workers update whole parameters: mirrored"
-                )
-            whole = self._join(piece.value.reshape(part), cut).flatten()
-            yield replace(piece, value=whole, in_place=False)
-            del whole
+            every = self._every(piece.value.flatten())
+            for start, value in cut.place(every, piece.start, part):
+                yield replace(piece, start=start, value=value, in_place=False)
+            del every
 
     def mark(self, pieces: Iterable[StatePiece]) -> tuple[StatePiece, ...]:
         """Returns pieces that `divide` gives back to this rank as they are."""
@@ -159,9 +176,9 @@ class RewrittenModel:
         shape[self.cuts[name].dim] //= self.group.world
         return tuple(shape)
 
-    def _join(self, part: Tensor, cut: ShardDim) -> Tensor:
-        every = all_gather(part.detach().unsqueeze(0), 0, self.group)
-        return cut.join(every.unbind())
+    def _every(self, part: Tensor) -> tuple[Tensor, ...]:
+        """Returns the part of each rank."""
+        return all_gather(part.detach().to(self.device).unsqueeze(0), 0, self.group).unbind()
 
 
 class SlicedReplica(ModelParallelGroup):
@@ -175,9 +192,9 @@ class SlicedReplica(ModelParallelGroup):
         self.model = model
         self.slices = self._split = split
         self._mates = mates
-        self.repeated = split.repeated
+        self.repeated, self.times = split.repeated, group.world
 
-    def compute(self, whole: Callable[[], WholeModel], sink: GradientSink | None, scale: LossScale | None) -> Compute:
+    def compute(self, whole: Callable[[], Compute], sink: GradientSink | None, scale: LossScale | None) -> Compute:
         compute = SplitModel(whole(), self._split, self._mates)
         if self.everyone.rank == 0:
             compute.notes = (str(self._split), *self._split.notices)
@@ -196,9 +213,9 @@ class SplitModel(Compute):
 
     divided = True
 
-    def __init__(self, whole: WholeModel, split: RewrittenModel, mates: ProcessGroup) -> None:
+    def __init__(self, whole: Compute, split: RewrittenModel, mates: ProcessGroup) -> None:
         self.module, self.device = whole.module, whole.device
-        self.counts = split.group.rank == 0
+        self.counts = whole.counts and split.group.rank == 0
         self.mates = mates
         self._whole = whole
         self._split = split
@@ -211,7 +228,13 @@ class SplitModel(Compute):
 
     def run(self, share: Share) -> Computed:
         self._align()
-        return self._loss_of_one(self._whole.run(share))
+        computed = self._loss_of_one(self._whole.run(share))
+        self.moved_bytes, self.in_flight, self.passes = (
+            self._whole.moved_bytes,
+            self._whole.in_flight,
+            self._whole.passes,
+        )
+        return computed
 
     def backward(self, loss: Tensor | Mean, share: Share, adds: bool = False) -> Computed:
         if adds:
@@ -227,9 +250,20 @@ class SplitModel(Compute):
     def predict(self, batch: Any) -> Any:
         return self._whole.predict(batch)
 
+    def attend(self) -> None:
+        self._whole.attend()
+
+    def explained(self, error: Exception) -> UsageError | None:
+        return self._whole.explained(error)
+
+    def equal_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return self._whole.equal_parameters()
+
     def whole_tensors(self, leads: bool) -> Iterator[tuple[str, Tensor]]:
-        if leads:
-            yield from self._split.whole_tensors()
+        yield from self._split.joined(self._whole.whole_tensors(leads))
+
+    def has_state_of(self, module: str) -> bool:
+        return self._whole.has_state_of(module)
 
     def _loss_of_one(self, computed: Computed) -> Computed:
         """Leaves the loss to the rank that counts."""

@@ -44,9 +44,9 @@ def split(module: nn.Module, rules: Rules, group: Collective, trial: Trial) -> R
         )
     else:
         layout, said = layout.only(layout.keys if not untried else ()), _notices(layout.obstacles, reasons)
-    cuts = Rewriter(module, group, layout).cut()
+    cuts, place = Rewriter(module, group, layout).cut(), next(module.parameters()).device
     kinds = {**layout.kinds, **dict.fromkeys(layout.batches.values(), "batch")}
-    return RewrittenModel(module, group, cuts, shapes, kinds, tuple(said))
+    return RewrittenModel(module, group, cuts, shapes, kinds, place, tuple(said))
 
 
 def _tried(module: nn.Module, rules: Rules, group: Collective, trial: Trial) -> tuple[Layout, dict[str, str]]:

@@ -108,8 +108,8 @@ class GradientClipper:
 
     The pieces are those of the exchange: a slice on each rank, or everything on rank 0 where all hold the same. If
     `immediate`, it checks every round; on an accelerator that means to wait for it each time. Where each of `times`
-    ranks of a replica holds a part of the model, `repeated` returns the gradients that all of them hold. `there`
-    decides on an accelerator, where the host is not to wait.
+    ranks holds slices of one of `stages`, `repeated` returns the gradients that all of them hold. `there` decides on an
+    accelerator, where the host is not to wait.
     """
 
     def __init__(
@@ -120,12 +120,13 @@ class GradientClipper:
         immediate: bool = True,
         repeated: Callable[[], Sequence[Tensor]] = tuple,
         times: int = 1,
+        stages: int = 1,
         there: DecidesThere | None = None,
     ) -> None:
         self._there = there
         self._action = options.on_nonfinite
         self._repeated = repeated
-        self._times = times
+        self._times, self._stages = times, stages
         self._clip_norm = options.clip_norm
         self._clip_value = options.clip_value
         self._group = group
@@ -214,6 +215,9 @@ class GradientClipper:
             return squared
         # Between two barriers: all of every gradient is there, and none has been multiplied yet.
         repeated = squared_norm(self._repeated())
+        if self._stages > 1:
+            # As many ranks have each stage.
+            repeated = self._group.sum([repeated])[0] * self._stages / self._group.world
         self._group.barrier()
         return max(0.0, squared - (self._times - 1) * repeated)
 

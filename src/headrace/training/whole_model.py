@@ -328,7 +328,8 @@ class ModelParallelGroup(ABC):
     Attributes:
         group: the ranks of this replica.
         everyone: the ranks of all replicas.
-        repeated: names of the parameters that every rank of a replica holds.
+        repeated: names of the parameters that all of `times` ranks hold, which have slices of the same stage.
+        stages: how many ranks of a replica have stages of their own.
         model: what this rank holds.
         connects: what connects the devices of this replica's ranks, and what those of all.
         piecewise: whether a parameter's gradient is added up from micro-batch to micro-batch.
@@ -341,10 +342,12 @@ class ModelParallelGroup(ABC):
     group: ProcessGroup
     everyone: ProcessGroup
     repeated: frozenset[str]
+    times: int = 1
+    stages: int = 1
     model: ModelSpec
 
     @abstractmethod
-    def compute(self, whole: Callable[[], WholeModel], sink: GradientSink | None, scale: LossScale | None) -> Compute:
+    def compute(self, whole: Callable[[], Compute], sink: GradientSink | None, scale: LossScale | None) -> Compute:
         """Returns what computes this rank's part; `whole` returns how one rank would compute all, `scale` included."""
 
     @abstractmethod

@@ -26,7 +26,8 @@ class DeviceClipping:
         devices: sums over the ranks what is on the device; None for one rank.
         scale: of the loss.
         found: where it leaves whether the round has an update.
-        repeated, times: as of `GradientClipper`.
+        repeated: as of `GradientClipper`.
+        again: which part of their squared norm is too much on each rank, so that the sum over ranks has them once.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class DeviceClipping:
         found: FoundInf | None,
         device: torch.device,
         repeated: Callable[[], Sequence[Tensor]] = tuple,
-        times: int = 1,
+        again: float = 0.0,
     ) -> None:
         self._own = 2.0 ** min(rank, 50)
         self._clip_norm, self._clip_value = clip
@@ -47,7 +48,7 @@ class DeviceClipping:
         self._found = found
         self._device = device
         self._repeated = repeated
-        self._times = times
+        self._again = again
 
     @property
     def masks(self) -> bool:
@@ -61,16 +62,17 @@ class DeviceClipping:
         else:
             loss = self._number(0.0 if finite else self._own)
         present = [tensor for tensor in measured if tensor.numel()]
-        squared = self._number(0.0)
+        squared = again = self._number(0.0)
         if self._clip_norm is not None and self._clip_value is None:
             squared = self._squared(present)
+            again = self._again_squared()
             broken = ~squared.isfinite()
             # The square of a huge number is infinite, and the number is not.
             if any(tensor.dtype == torch.float64 for tensor in present):
                 broken &= ~self._largest(present).isfinite()
         else:
             broken = ~self._largest(present).isfinite()
-        return self._total(torch.stack([loss, broken.double(), squared]))
+        return self._total(torch.stack([loss, broken.double(), squared - again]))
 
     def decide(self, record: Tensor, measured: Sequence[Tensor], held: Sequence[Tensor]) -> StepDecision:
         """See `DecidesThere`."""
@@ -83,11 +85,10 @@ class DeviceClipping:
                 tensor.clamp_(-self._clip_value, self._clip_value)
             factor = None
             if self._clip_norm is not None:
-                squared = self._total(self._squared([tensor for tensor in measured if tensor.numel()]))
+                own = self._squared([tensor for tensor in measured if tensor.numel()])
+                squared = self._total(own - self._again_squared())
         if self._clip_norm is not None:
-            if self._times > 1:
-                repeated = self._squared([tensor for tensor in self._repeated() if tensor.numel()])
-                squared = (squared - (self._times - 1) * repeated).clamp(min=0.0)
+            squared = squared.clamp(min=0.0)
             norm = squared.sqrt() if factor is None else squared.sqrt() * factor
             coefficient = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
             factor = coefficient if factor is None else coefficient * factor
@@ -104,6 +105,12 @@ class DeviceClipping:
         if self._devices is not None:
             self._devices.all_reduce(tensor)
         return tensor
+
+    def _again_squared(self) -> Tensor:
+        """Returns what this rank's squared norm has too much, because other ranks have it, too."""
+        if not self._again:
+            return self._number(0.0)
+        return self._again * self._squared([tensor for tensor in self._repeated() if tensor.numel()])
 
     def _squared(self, tensors: Sequence[Tensor]) -> Tensor:
         if not tensors:
