@@ -55,7 +55,7 @@ def build_server(
     """
     count = len(layout) + (optimizer.tables is not None)
     machines = [Shard(range(plan.replicas), *policies) for _ in range(count)]
-    link = open_server_transport(layout, transport, process.address)
+    link = process.end or open_server_transport(layout, transport, process.address)
     replicated = None
     if plan.backups:
         primary = functools.partial(_open_client_transport, layout=layout, pushes=Slots(()), hello_s=_RECONNECT_HELLO_S)

@@ -18,6 +18,7 @@ from headrace.transport.codec import CODECS
 
 if TYPE_CHECKING:
     from headrace.training.synchronization import MeanState
+    from headrace.transport.base import ServerTransport
 
 _DEFAULT_SHARDING = {"shared_memory": "max_size:4MB", "tcp": "max_size:1MB"}
 """While a server updates one shard, the next one is sent. Over TCP a shard of 1 MB fits in one frame."""
@@ -30,10 +31,12 @@ class ServerProcess:
     Attributes:
         number: which no other process of the run ever has.
         address: where other hosts reach this one; "" where the run is on one host.
+        end: the server's, of its connections; None to open one.
     """
 
     number: int = 0
     address: str = ""
+    end: ServerTransport | None = None
 
 
 def check_whole(name: str, value: int | None) -> None:

@@ -50,7 +50,7 @@ def serve(
         take_settings(run.caller)
         process = process_number(page, rank)
         assert isinstance(run.strategy, ServedStrategy)
-        server = run.strategy.server(run.plan, rank, replace(_parts(run), process=ServerProcess(process, address)))
+        server = run.strategy.server(run.plan, rank, replace(context_of(run), process=ServerProcess(process, address)))
         owner = server_of(run.plan, rank)
         place = run.plan.servers.index(owner)
         if run.resume and run.resume.snapshots:
@@ -200,7 +200,8 @@ def _suspect_peer(page: ControlPage, rank: int, server: int, process: int) -> No
         page.ranks[rank].suspicion.raise_against((backup if process == primary else primary) % len(page.ranks))
 
 
-def _parts(run: RunSpec) -> ServerContext:
+def context_of(run: RunSpec) -> ServerContext:
+    """Returns what a strategy makes a server from."""
     job = run.job
     rounds_per_epoch = -(-len(as_pipeline(job.data)[0]) // job.global_batch_size)
     first = run.resume.done if run.resume else 0

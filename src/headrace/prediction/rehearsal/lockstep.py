@@ -21,7 +21,6 @@ from headrace.prediction.virtual_events import VirtualEvents
 from headrace.report.model.events import read_log
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.ends import FinishedRanks
-from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.events import (
     Evaluated,
     Event,
@@ -80,8 +79,7 @@ def train_in_turns(run: RunSpec) -> None:
             torch.set_rng_state(states[goes_on])
 
     turns = Turns(world, swap)
-    segment = SharedSegment.create(ControlPage.nbytes(world), "control")
-    page = ControlPage(segment, world)
+    page = ControlPage.create(world)
     group = ThreadGroup(world, FinishedRanks([record.heartbeat for record in page.ranks]), turns)
     errors: dict[int, BaseException] = {}
 
@@ -106,7 +104,7 @@ def train_in_turns(run: RunSpec) -> None:
         group.abort(0)
         raise
     finally:
-        segment.close()
+        page.segment.close()
     for rank, error in errors.items():  # the first explains the others
         if isinstance(error, PeerLost):
             continue

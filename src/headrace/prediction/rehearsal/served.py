@@ -19,10 +19,10 @@ from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data.loading.loader import Loader, as_pipeline
 from headrace.errors import DataError
 from headrace.machine.resources import peak_resident_bytes
-from headrace.parameter_server.server.optimizer import RoundClock
+from headrace.parameter_server.wire import Kind, Message
 from headrace.policies.behaviour import ServerTerms
 from headrace.prediction.rehearsal.order import PlannedStep, ServerAction, SyncInterval
-from headrace.prediction.rehearsal.server import InProcessServer
+from headrace.prediction.rehearsal.server import RehearsedServer
 from headrace.prediction.rehearsal.workers import ComputedStep, VirtualWorkers
 from headrace.prediction.virtual_events import VirtualEvents
 from headrace.spec.events import Evaluated, NonFinite, ServerStarted, Stepped
@@ -88,8 +88,7 @@ class ServedRehearsal:
         self._module = build_module(job)
         self._loader = Loader(as_pipeline(job.data)[0], job.seed, job.global_batch_size, (1,), 0)
         every = self._loader.rounds_per_epoch
-        clock = RoundClock(job.options, every, 0)
-        self._servers = [InProcessServer(run, rank, self._module, clock, terms) for rank in plan.servers]
+        self._servers = [RehearsedServer(run, rank, self._module) for rank in plan.servers]
         context = WorkerContext(
             module=self._module,
             model=run.model,
@@ -112,7 +111,7 @@ class ServedRehearsal:
         self._pushed: set[tuple[int, int]] = set()
         self._next_s = self._every_s = interval_s / _TOLD
         for role, server in zip(events.plan.roles[plan.workers :], self._servers, strict=True):
-            size = server.memory()[0]
+            size = server.server.memory()[0]
             events.write(ServerStarted(role.rank, 0.0, role.host, os.getpid(), len(server.layout), size))
 
     def train(self, source: OrderSource) -> float:
@@ -125,7 +124,7 @@ class ServedRehearsal:
         done, rounds, ended_s = 0, run.rounds(every), 0.0
         # No checkpoints: they would be sync points, too, where the run to come has them.
         while done < rounds and not self._stopper.over:
-            versions = [server.versions for server in self._servers]
+            versions = [list(server.versions) for server in self._servers]
             interval = source.interval(done, next_sync_point(run, every, done), ended_s, versions)
             self._execute(interval)
             done = interval.done
@@ -189,7 +188,7 @@ class ServedRehearsal:
             )
         return late
 
-    def _named(self, action: ServerAction) -> Iterator[tuple[int, InProcessServer]]:
+    def _named(self, action: ServerAction) -> Iterator[tuple[int, RehearsedServer]]:
         for index, server in enumerate(self._servers):
             if action.server in (-1, index):
                 yield index, server
@@ -201,21 +200,20 @@ class ServedRehearsal:
         fetch = self._fetches[action.worker].setdefault(action.number, _Fetch())
         for index, server in self._named(action):
             shards = action.shards or range(len(server.layout))
-            server.fetched(action.worker, shards)
-            versions = server.versions
+            server.fetch(action.worker, action.shards)
             for shard in shards:
-                fetch.versions[index, shard] = versions[shard]
+                fetch.versions[index, shard] = server.versions[shard]
                 if not whole:
-                    fetch.pieces[index, shard] = server.decoded(action.worker, shard)
+                    fetch.pieces[index, shard] = server.fetched(shard).clone()
         if len(fetch.versions) < self._shards:
             return
         del self._fetches[action.worker][action.number]
         if not planned:
             return
-        plain = all(server.sends_plain for server in self._servers)
+        plain = all(server.layout.reply_slots is None for server in self._servers)
         # A single step until the next fetch leaves the parameters as they are.
         in_place = whole and plain and (not self._local or len(planned) == 1)
-        module = self._module if in_place else self._copied(action.worker, fetch.pieces)
+        module = self._module if in_place else self._copied(fetch.pieces)
         waiting = self._computed[action.worker]
         for computed in self._workers.steps(action.worker, module, planned):
             waiting.append((computed, fetch.versions))
@@ -227,7 +225,7 @@ class ServedRehearsal:
                 for _ in lease:
                     waiting.pop()
 
-    def _copied(self, worker: int, pieces: Mapping[tuple[int, int], Tensor]) -> torch.nn.Module:
+    def _copied(self, pieces: Mapping[tuple[int, int], Tensor]) -> torch.nn.Module:
         """Returns the copy of the module with what a worker has fetched: pieces, or the present parameters."""
         apart = self._workers.apart
         targets = dict(apart.named_parameters())
@@ -235,10 +233,7 @@ class ServedRehearsal:
             for index, server in enumerate(self._servers):
                 for shard, spec in enumerate(server.layout.pieces):
                     target = targets[spec.parameter].data.view(-1)[spec.start : spec.start + spec.elements]
-                    if pieces:
-                        target.copy_(pieces[index, shard])
-                    else:
-                        target.copy_(server.places[shard] if server.sends_plain else server.decoded(worker, shard))
+                    target.copy_(pieces[index, shard] if pieces else server.fetched(shard))
         return apart
 
     def _tell(self, number: int, computed: ComputedStep, late: bool) -> None:
@@ -279,7 +274,7 @@ class ServedRehearsal:
             if ending:
                 self._events.note(0, now_s, ending)
         for server in self._servers:
-            server.settle(done)
+            server.do(Message(Kind.SETTLE, lease=done))
         return now_s
 
     def _evaluate(self) -> tuple[dict[str, float], int]:
@@ -292,10 +287,10 @@ class ServedRehearsal:
         averages = self._run.job.options.ema_decay is not None
         self._average_buffers()
         for server in self._servers if averages else ():
-            server.swap_weights(True)
+            server.do(Message(Kind.AVERAGE, flag=1))
         result = evaluation.run(1.0)
         for server in self._servers if averages else ():
-            server.swap_weights(False)
+            server.do(Message(Kind.AVERAGE))
         return result
 
     @torch.no_grad()
@@ -319,10 +314,10 @@ class ServedRehearsal:
         """Writes the trained model and the last events."""
         self._average_buffers()
         for server in self._servers if self._run.job.options.ema_decay is not None else ():
-            server.swap_weights(True)
+            server.do(Message(Kind.AVERAGE, flag=1))
         leave_model(self._alone, 0, ThreadCollective(ThreadGroup(1), 0), self._workers.compute)
         self._tell_servers(ended_s)
-        self._events.end(ended_s, peak_resident_bytes(), [server.memory() for server in self._servers])
+        self._events.end(ended_s, peak_resident_bytes(), [server.server.memory() for server in self._servers])
 
 
 def _by_fetch(steps: Sequence[PlannedStep]) -> dict[int, list[PlannedStep]]:
