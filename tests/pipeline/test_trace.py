@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import random
 import threading
 from collections.abc import Callable
@@ -36,7 +35,7 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
         self.register_buffer("seen", torch.zeros(4))
-        self.count = 0
+        self.count, self.cache = 0, dict[str, Any]()
         self.between = between
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,15 +99,21 @@ UNTRACEABLE: dict[str, tuple[Callable[..., Any], str]] = {
     "data": (lambda model, x: x if x.sum() > 0 else -x, "depends on the data"),
     "item": (lambda model, x: x[: int(x.argmax().item()) * 0 + 2].repeat(2, 1), "depends on the data"),
     "examples": (lambda model, x: x if len(x) == 4 else x + 1, "depends on the number of examples"),
-    "state": (counts, "it sets self.count"),
+    "state": (counts, "it sets count in its attributes"),
+    "state of another": (lambda model, x: vars(model.second).update(seen=x) or x, "it sets seen in its attributes"),
+    "an item of a table": (lambda model, x: model.cache.update(x=x) or x, "it sets x in its attributes"),
     "constant noise": (noisy, "draws random numbers"),
     "decided by chance": (dropped, "draws random numbers"),
     "decided by numpy": (decided, "draws random numbers"),
     "autocast": (half, "switches autocast"),
     "parameters": (by_parameters, "has not read as self.name"),
-    # These end the process where torch's C++ takes a proxy for a tensor.
-    "a tensor of it": (lambda model, x: torch.as_tensor(x), "depends on the data"),
-    "vmap": (lambda model, x: torch.func.vmap(torch.sin)(x), "incompatible function arguments"),
+    # These would compute with the memory of what a proxy stands for.
+    "another type of it": (
+        lambda model, x: torch.as_tensor(x, dtype=torch.float64).float(),
+        "aten._to_copy.default by",
+    ),
+    "vmap": (lambda model, x: torch.func.vmap(torch.sin)(x), "by means that are not recorded"),
+    "an array of it": (lambda model, x: torch.from_numpy(np.sin(np.asarray(x.detach()))), "not producing an array"),
 }
 
 
@@ -154,6 +159,18 @@ def in_place(model: nn.Module, x: Tensor) -> Tensor:
     return x + model.seen  # type: ignore[operator]
 
 
+def matched(model: nn.Module, x: Tensor) -> Tensor:
+    match x:
+        case Tensor():
+            return x * 2
+    return x
+
+
+def handed_on(model: nn.Module, x: Tensor) -> Tensor:
+    model.kept = x * 2
+    return vars(model).pop("kept") + 1  # type: ignore[no-any-return]
+
+
 TRACEABLE: dict[str, Callable[..., Any]] = {
     "a buffer that is written in place": in_place,
     "a backward of its own": lambda model, x: Doubled.apply(x),
@@ -165,6 +182,15 @@ TRACEABLE: dict[str, Callable[..., Any]] = {
     "several at once": lambda model, x: torch.cat([part * 2 for part in x.chunk(2, 1)], 1) + x.max(1).values[:, None],
     "a number of the data": lambda model, x: x * x.detach().mean().item(),
     "a table of sizes": lambda model, x: x * {4: 2.0}.get(x.shape[1], 1.0) * (3.0 if str(x.shape[1]) == "4" else 1.0),
+    "a pattern": matched,
+    "types of numbers": lambda model, x: (
+        x * 2 if isinstance(x.shape[0], int) and isinstance(x.shape, tuple) and not isinstance(x, nn.Parameter) else x
+    ),
+    "types of tensors": lambda model, x: x * 2 if isinstance(x, torch.FloatTensor) and torch.is_tensor(x) else x,
+    "a type of a parameter": lambda model, x: x * 2 if isinstance(model.first.weight, nn.Parameter) else x,
+    "an attribute until it is deleted": handed_on,
+    "a table that is filled once": lambda model, x: x * model.cache.setdefault("ones", torch.ones(4)),
+    "a tensor of it": lambda model, x: torch.as_tensor(x) + torch.stack([x[0], x[1]]).sum(0),
     "written parts": lambda model, x: x.clone().index_fill_(1, torch.tensor([0]), 0.0),
 }
 
@@ -189,16 +215,8 @@ def test_what_python_does_with_tensors_is_followed(name: str) -> None:
     torch.testing.assert_close(*results)
 
 
-def matched(model: nn.Module, x: Tensor) -> Tensor:
-    match x:
-        case Tensor():
-            return x * 2
-    return x
-
-
 TYPES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "a type": lambda model, x: x * 2 if type(x) is Tensor else x,
-    "a pattern": matched,
     "what can be called": lambda model, x: x if callable(x) else x * 2,
     "a type in evaluation": lambda model, x: x * 2 if not model.training and type(x) is Tensor else x,
 }
@@ -355,7 +373,7 @@ def test_models_are_traced_while_other_threads_trace_and_use_theirs() -> None:
     def net() -> nn.Sequential:
         return nn.Sequential(*[part for _ in range(20) for part in (nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.1))])
 
-    before = dict(vars(nn.Module)), builtins.isinstance
+    before = dict(vars(nn.Module))
     used, done = net().eval(), threading.Event()
     models = [net() for _ in range(3)]
 
@@ -379,4 +397,4 @@ def test_models_are_traced_while_other_threads_trace_and_use_theirs() -> None:
             done.set()
         assert using.result() > 0
     assert all(each == found[0] for each in found)
-    assert (dict(vars(nn.Module)), builtins.isinstance) == before
+    assert dict(vars(nn.Module)) == before

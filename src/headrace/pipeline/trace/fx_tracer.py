@@ -25,9 +25,9 @@ from headrace import internals
 from headrace.devices import autocast_states
 from headrace.errors import in_one_line
 from headrace.pipeline.trace.frames import frames_cleared, functions_with_backward, running
-from headrace.pipeline.trace.proxies import ValueProxy, is_instance, item_of, value_of
+from headrace.pipeline.trace.proxies import item_of, proxy_of, value_of
 from headrace.pipeline.trace.recorded_forward import Recording, Untraceable, answer, execute
-from headrace.training.user_code.trial import drawn
+from headrace.training.user_code.trial import attribute_tables, drawn
 from headrace.trees import map_leaves, tensors_of
 
 _LOOKED_INTO = (nn.Sequential, nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
@@ -65,6 +65,8 @@ def record(
         raise
     except Exception as error:
         raise Untraceable(module, in_one_line(error)) from error
+    finally:
+        recorder.held.restore()
     return recorder.recording
 
 
@@ -91,19 +93,15 @@ class Recorder(fx.Tracer):
             (n, b, internals.version(b)) for n, b in self._buffers
         ]
         self._attributes: dict[int, fx.Proxy] = {}
+        self.held = _Attributes(module)
         self._data: set[fx.Node] = set()
         self.recording = Recording(module)
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Lets proxies into `isinstance`, `training`, attributes of modules and functions with their own backward.
-
-        torch has no hooks for these. Proxies that are tensors (a subclass with `__torch_function__`) would need no
-        `isinstance`, but what is not dispatched to them (`as_tensor`, `vmap`, scripts) would compute with their memory,
-        and its results would be recorded as constants. Here it fails, and the module is kept whole.
-        """
+        """Lets proxies into `training` and functions with their own backward: torch has no hooks for these."""
         apply = vars(torch.autograd.Function)["apply"]
-        setting, keep = nn.Module.__setattr__, internals.checkpointed(checkpoint)
+        keep = internals.checkpointed(checkpoint)
 
         def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
             if function is checkpoint.CheckpointFunction and self._listens():
@@ -119,13 +117,6 @@ class Recorder(fx.Tracer):
         def flag(module: nn.Module, mode: bool) -> None:
             module.__dict__["training"] = mode
 
-        def assign(module: nn.Module, name: str, value: Any) -> None:
-            if not self._listens():
-                setting(module, name, value)
-            elif not isinstance(value, fx.Proxy) or value_of(value) is not internals.buffers(module).get(name):
-                # What is written in place is assigned, too: self.calls += 1
-                self.refuse(f"it sets self.{name}")
-
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             if not self._listens():
                 return keep(*args, **kwargs)
@@ -133,9 +124,7 @@ class Recorder(fx.Tracer):
             return (None for _ in range(1))
 
         with ExitStack() as stack:
-            stack.enter_context(_replaced(builtins, "isinstance", is_instance))
             stack.enter_context(_replaced(nn.Module, "training", property(training, flag)))
-            stack.enter_context(_replaced(nn.Module, "__setattr__", assign))
             stack.enter_context(_replaced(torch.autograd.Function, "apply", classmethod(applied)))
             # Its own forward is recorded as if it were not there: a pipeline recomputes by itself.
             stack.enter_context(_replaced(checkpoint, internals.checkpointed.name_in(checkpoint), checkpointed))
@@ -181,7 +170,7 @@ class Recorder(fx.Tracer):
 
         def run() -> list[Any]:
             output = root_fn(self.root, *self._bound.args, **self._bound.kwargs)
-            self._check()
+            self._check(self.root)
             self.recording.output = map_leaves(number, output)
             return leaves
 
@@ -195,11 +184,14 @@ class Recorder(fx.Tracer):
         self._check()
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
-            return self.create_proxy("call_module", path, args, kwargs)
+            self._check(m)
+            output = self.create_proxy("call_module", path, args, kwargs)
+            self.held.keep(m)
+            return output
         self._owners.append(m)
         try:
             output = forward(*args, **kwargs)
-            self._check()
+            self._check(m)
             return output
         except Untraceable:
             raise
@@ -218,7 +210,8 @@ class Recorder(fx.Tracer):
         return type(m) not in _LOOKED_INTO and super().is_leaf_module(m, module_qualified_name)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        return self._attribute(attr_val) if isinstance(attr_val, Tensor) and self._listens() else attr_val
+        read = isinstance(attr_val, Tensor) and not isinstance(attr_val, fx.Proxy) and self._listens()
+        return self._attribute(attr_val) if read else attr_val
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, fx.Proxy):
@@ -256,7 +249,7 @@ class Recorder(fx.Tracer):
         recording.values[node] = value
         self._drawn = drawn()
         self._follow(node, value)
-        return ValueProxy(node, self)
+        return proxy_of(node, self, value)
 
     def _follow(self, node: fx.Node, value: Any) -> None:
         """Notes what a node has written to, and whether it tells the data."""
@@ -312,11 +305,49 @@ class Recorder(fx.Tracer):
             return module.__dict__["training"]
         return self.create_proxy("get_attr", f"{path}.training" if path else "training", (), {})
 
-    def _check(self) -> None:
+    def _check(self, module: nn.Module | None = None) -> None:
         if autocast_states() != self._autocast:
             self.refuse("it switches autocast")
         if drawn() != self._drawn:
             self.refuse("it draws random numbers that decide what it does, or that no input has a part in")
+        if module is not None and (name := self.held.changed(module)) is not None:
+            self.refuse(f"it sets {name} in its attributes")
+
+
+class _Attributes:
+    """What attributes of a module hold, and of those in it: recorded code must not change it, as a graph has none.
+
+    A tensor that is added to a table (a cache) is a constant, which is compared with that of other examples.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tables: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self.keep(module)
+
+    def keep(self, module: nn.Module) -> None:
+        """Notes what they hold now."""
+        self._tables |= {id(table): (table, held) for table, held in attribute_tables(module)}
+
+    def changed(self, module: nn.Module) -> str | None:
+        """Returns the name of an attribute, or the key of a table's item, that is another one; None where none is."""
+        for table, held in attribute_tables(module):
+            _, before = self._tables.get(id(table), (table, held))
+            for name in held.keys() | before.keys():
+                now, then = (each.get(name, self) for each in (held, before))
+                is_proxy = isinstance(now, fx.Proxy)
+                if is_proxy and value_of(now) is then:
+                    table[name] = then  # what is written in place is assigned, too: self.calls += 1
+                    continue
+                cached = then is self and isinstance(now, Tensor) and not is_proxy and "training" not in table
+                if now is not then and not cached:
+                    return str(name)
+        return None
+
+    def restore(self) -> None:
+        """Takes proxies out of them."""
+        for table, held in self._tables.values():
+            table.clear()
+            table.update(held)
 
 
 @contextmanager

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import operator
+from abc import abstractmethod
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
 
-_len, _isinstance = len, isinstance
-"""The builtins themselves, not what replaces them while a forward is recorded."""
+from headrace.trees import tensors_of
+
+_len = len
+"""The builtin itself, not what replaces it while a forward is recorded."""
 
 _SETTLED = (torch.dtype, torch.device, torch.layout, bool, type(None))
 """What an attribute of a tensor may be that is the same for every batch."""
@@ -21,6 +24,11 @@ class ValueProxy(fx.Proxy):
     """Stands for a value in forward, knows the value for the examples, and answers forward's questions with it."""
 
     tracer: Any  # a Recorder, whose module imports this one
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What `isinstance` is answered with; of a proxy that forward has left somewhere, its own class."""
+        return type(self.tracer.recording.values.get(self.node, self))
 
     def __getattr__(self, name: str) -> Any:
         held = getattr(value_of(self), name)
@@ -57,9 +65,8 @@ class ValueProxy(fx.Proxy):
     def __contains__(self, item: Any) -> bool:
         return item in self.tracer.settle(self)
 
-    def __hash__(self) -> int:
-        # A table by sizes is looked up with a size, and one by tensors with the tensor itself.
-        return id(self) if _isinstance(value_of(self), Tensor) else hash(self.tracer.settle(self))
+    @abstractmethod
+    def __hash__(self) -> int: ...
 
     def __format__(self, spec: str) -> str:
         return format(self.tracer.settle(self), spec)
@@ -80,12 +87,47 @@ def value_of(proxy: fx.Proxy) -> Any:
     return recorder.recording.values[proxy.node]
 
 
-def is_instance(value: Any, kinds: Any) -> bool:
-    """Says of a proxy what `isinstance` says of what it stands for.
+class NumberProxy(ValueProxy):
+    """A proxy of anything but a tensor: a size, a mode, a table."""
 
-    A `__class__` of its own would tell torch's C++, too, which then takes the proxy's memory for a tensor's.
+    def __hash__(self) -> int:
+        # A table by sizes is looked up with a size.
+        return hash(self.tracer.settle(self))
+
+
+class TensorProxy(ValueProxy, Tensor):  # type: ignore[misc]
+    """A proxy of a tensor, which is a tensor for `isinstance` and for torch's C++.
+
+    Its operations are recorded by `__torch_function__`. It has the form of what it stands for, but nothing may compute
+    with its memory: what is not recorded (`vmap`, scripts) comes to `__torch_dispatch__`, and is refused.
     """
-    return _isinstance(value, kinds) or (type(value) is ValueProxy and _isinstance(value_of(value), kinds))
+
+    __hash__ = object.__hash__
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _OF_PROXIES or name in object.__getattribute__(self, "__dict__"):
+            return object.__getattribute__(self, name)
+        return self.__getattr__(name)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
+        reason = f"it computes {func} by means that are not recorded"
+        for each in tensors_of((args, kwargs)):
+            if isinstance(each, TensorProxy):
+                each.tracer.refuse(reason)
+        raise TypeError(reason)
+
+
+_OF_PROXIES = frozenset({*dir(ValueProxy), "__torch_dispatch__"})
+
+
+def proxy_of(node: fx.Node, tracer: Any, value: Any) -> ValueProxy:
+    """Returns a proxy of a value that the recorder `tracer` knows."""
+    if not isinstance(value, Tensor):
+        return NumberProxy(node, tracer)
+    proxy = value.detach().as_subclass(TensorProxy)
+    ValueProxy.__init__(proxy, node, tracer)
+    return proxy
 
 
 def item_of(proxy: fx.Proxy, key: Any) -> Any:

@@ -63,13 +63,10 @@ class SavedModule:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        parts = list(module.modules())
         # What a forward has kept in attributes may belong to a graph, which cannot be copied.
-        scripted = [part for part in parts if isinstance(part, torch.jit.ScriptModule)]
-        held = [vars(part) for part in parts if not isinstance(part, torch.jit.ScriptModule)]
-        inside = [value for own in held for value in own.values() if type(value) in (dict, OrderedDict)]
+        scripted = [part for part in module.modules() if isinstance(part, torch.jit.ScriptModule)]
         self._modes = [(part, part.training) for part in scripted]
-        self._tables = [(table, dict(table)) for table in (*held, *inside)]
+        self._tables = attribute_tables(module)
         self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         self._states = [(part, copy.deepcopy(part.get_extra_state())) for _, part in stateful_modules(module)]
 
@@ -89,6 +86,13 @@ class SavedModule:
             with torch.no_grad():
                 for buffer, value in self._buffers:
                     buffer.copy_(value)
+
+
+def attribute_tables(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Returns the tables of attributes of a module and of those in it, each with what it holds now."""
+    held = [vars(part) for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    inside = [value for own in held for value in own.values() if type(value) in (dict, OrderedDict)]
+    return [(table, dict(table)) for table in (*held, *inside)]
 
 
 @contextmanager
