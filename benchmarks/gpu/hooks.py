@@ -1,21 +1,23 @@
-"""What it costs a step that buckets leave during backward: `hooks.py [PARAMETERS]`; prints microseconds of CPU time.
+"""What it costs a step that buckets leave during backward, beside DDP: `hooks.py [PARAMETERS]`; prints microseconds.
 
-Tensors of four elements, so that kernels take next to nothing, and a collective that does nothing: what is left is
-Python, and one call a bucket that copies, which is also timed alone. On an accelerator the same calls run on its host:
-this needs none.
+CPU time of the training thread. Tensors of four elements, so that kernels take next to nothing, and a collective that
+does nothing: what is left is Python, and one call a bucket that copies, which is also timed alone. DDP has one process
+and gloo, whose own threads are not counted. On an accelerator the same calls run on its host: this needs none.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from statistics import median
 from time import thread_time
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from headrace.collectives.compression import Compression
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
@@ -93,11 +95,18 @@ def main(parameters: int) -> None:
             parameter.grad = None
         others().backward()
 
+    peer = DistributedDataParallel(Many(parameters), gradient_as_bucket_view=True)
+
+    def ddp() -> None:
+        for parameter in peer.parameters():
+            parameter.grad = None
+        peer().backward()
+
     def copied() -> None:
         bare()
         torch._foreach_copy_(places, [parameter.grad for parameter in every])
 
-    ways = {"bare": bare, "bare and one copy": copied, "buckets": sent, "a hook a parameter": hooked}
+    ways = {"bare": bare, "bare and one copy": copied, "buckets": sent, "a hook a parameter": hooked, "DDP": ddp}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, act in ways.items():
@@ -109,4 +118,7 @@ def main(parameters: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 160)
+    with tempfile.TemporaryDirectory() as folder:
+        distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        main(int(sys.argv[1]) if len(sys.argv) > 1 else 160)
+        distributed.destroy_process_group()

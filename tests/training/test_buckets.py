@@ -62,7 +62,7 @@ class Buckets:
         for loss in losses[:-1]:
             loss.backward()
             self.sink.gather()
-        with self.sink.sending():
+        with self.sink.sending(first=len(losses) == 1):
             losses[-1].backward()
             early = len(self.sent)
         self.sink.store([parameter.grad for parameter in self.parameters])

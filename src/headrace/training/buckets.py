@@ -84,6 +84,7 @@ class BucketSink:
         self._last: list[int] = []
         self._came: list[int] = []
         self._too_soon: set[int] = set()
+        self._waiting: set[int] = set()
         self._waits: list[Callable[[], None]] = []
 
     def store(self, gradients: Sequence[Tensor | None]) -> None:
@@ -109,18 +110,17 @@ class BucketSink:
                 parameter.grad = view
 
     @contextmanager
-    def sending(self) -> Iterator[None]:
+    def sending(self, first: bool = True) -> Iterator[None]:
         """See `EarlySink`."""
         # What is sent before backward is over has all gradients.
         if self._summed:
             self._summed.expect_all()
-        present = [parameter.grad for parameter in self._parameters]
-        self._before = []
-        if any(map(operator.is_not, present, repeat(None))):
-            self._before = [(each, -1 if each is None else _writes(each)) for each in present]
+        present = () if first else [parameter.grad for parameter in self._parameters]
+        self._before = [(each, -1 if each is None else _writes(each)) for each in present]
         watches = not self._last
         self._came.clear()
         self._too_soon.clear()
+        self._waiting.clear()
         looks = ((index, partial(self._look, number)) for number, index in enumerate(self._last))
         notes = ((index, partial(self._note, index)) for index in range(len(self._parameters)))
         hooks = [
@@ -136,7 +136,7 @@ class BucketSink:
                 each.remove()
         if watches:
             self._choose()
-        elif any(map(self._has, self._too_soon)):
+        elif any(self._made(number) is not None for number in self._too_soon):
             self._last.clear()
         self._send_complete()
 
@@ -156,17 +156,21 @@ class BucketSink:
         self._send_complete()
 
     def _look(self, number: int, parameter: Tensor) -> None:
-        if self._sent <= number and not self._has(number):
-            self._too_soon.add(number)
-        self._send_complete()
+        gradients = self._made(number) if number >= self._sent else None
+        if number == self._sent and gradients is not None:
+            self._bucket(gradients)
+        elif number >= self._sent:
+            (self._waiting if gradients is not None else self._too_soon).add(number)
+            if number == self._sent:
+                return
+        # The other buckets have no new gradients, or their hooks are yet to come.
+        if self._sent in self._waiting or self._sent in self._too_soon:
+            self._send_complete()
 
     def _choose(self) -> None:
         """Chooses each bucket's hook, after a pass in which every parameter had one."""
         turn = {index: number for number, index in enumerate(self._came)}
         self._last = [max(range(*run), key=lambda index: turn.get(index, -1)) for run in self._runs]
-
-    def _has(self, number: int) -> bool:
-        return self._made(number) is not None
 
     def _made(self, number: int) -> list[Tensor] | None:
         """Returns a bucket's gradients, if this pass has made all of them."""
@@ -182,15 +186,19 @@ class BucketSink:
 
     def _send_complete(self) -> None:
         while self._sent < len(self._runs) and (gradients := self._made(self._sent)) is not None:
-            run = slice(*self._runs[self._sent])
-            views = self._views[run]
-            if self._before:
-                _bring(views, gradients)
-            else:
-                foreach_copy_(views, gradients)
-            assign(self._parameters[run], views)
-            self._written.append(_writes(self._bases[self._sent]))
-            self._send()
+            self._bucket(gradients)
+
+    def _bucket(self, gradients: list[Tensor]) -> None:
+        """Sends the next bucket, whose gradients these are."""
+        run = slice(*self._runs[self._sent])
+        views = self._views[run]
+        if self._before:
+            _bring(views, gradients)
+        else:
+            foreach_copy_(views, gradients)
+        assign(self._parameters[run], views)
+        self._written.append(_writes(self._bases[self._sent]))
+        self._send()
 
     def _send(self) -> None:
         self._waits += [self._collective.start_all_reduce(flat, self._compression) for flat in self._flats[self._sent]]

@@ -135,8 +135,11 @@ class EarlySink(Protocol):
     def gather(self) -> None:
         """Takes what is in `.grad` to where it is sent from, for later passes to add to it there."""
 
-    def sending(self) -> AbstractContextManager[None]:
-        """Lets one backward pass send early, whose gradients go to the sink as they are."""
+    def sending(self, first: bool = True) -> AbstractContextManager[None]:
+        """Lets one backward pass send early, whose gradients go to the sink as they are.
+
+        Without `first`, parameters may have gradients that the pass adds to.
+        """
 
 
 class GradientUse(ABC):

@@ -272,7 +272,7 @@ class WholeModel(Compute):
                 # The weight of a part of a `Mean` is known when all have been weighed.
                 # Gradients that are changed after the last backward cannot leave early.
                 early = self._early if not (hooked or means) and self._is_plain(total) else None
-                with early.sending() if early and stop == share.examples else nullcontext():
+                with early.sending(first=False) if early and stop == share.examples else nullcontext():
                     self._add(self._scaled(total if means else total / share.of), share.epoch)
                 if early and start == 0:
                     early.gather()
