@@ -52,7 +52,7 @@ def test_it_is_told_once_of_a_worker_that_was_declared_lost(
     )
     page = ControlPage.create(3)
     served = Served(page)
-    for name in ("_parts", "_tell"):
+    for name in ("context_of", "_tell"):
         monkeypatch.setattr(module, name, lambda *_: None)
     monkeypatch.setattr(module, "replace", lambda *_, **__: None)
     monkeypatch.setattr(hr.ParameterServer, "server", lambda *_: served)
