@@ -11,7 +11,7 @@ from strategies.contract_models import MODELS, VARIANTS, Case
 from strategies.hosts_models import CASES as STAGED
 from strategies.test_contract import KINDS
 
-__all__ = ["CASES", "CELLS", "cases_of"]
+__all__ = ["CASES", "CELLS", "as_on_cpus", "cases_of"]
 
 ALONE = ("one_device", "downpour", "sandblaster", "parameter_server-asynchronous")
 """Of one worker, or of numbers that no two runs share: test_mixed_devices.py has them."""
@@ -50,4 +50,16 @@ def cases_of(name: str) -> list[str]:
         # Replicas have statistics of their own, and a tied weight on several stages has no norm.
         left = set() if name.startswith("pipeline") else {"normalised", "clipped-tied"}
         return [case for case in WITHOUT_DRAWS if case not in row.refuses | left]
-    return [case for case in (*MODELS, *VARIANTS) if case not in row.refuses]
+    # Workers that meet in every layer are refused, see test_parameter_server.py.
+    refuses = row.refuses | {case for case in CASES if row.servers and CASES[case].options.batch_norm == "sync"}
+    return [case for case in (*MODELS, *VARIANTS) if case not in refuses]
+
+
+def as_on_cpus(name: str, case: str) -> bool:
+    """Whether a cell has the numbers of the same strategy on CPUs, which are not those of one device.
+
+    Workers of servers clip each its own gradient, and statistics of micro-batches are their own: for both tests of CPUs
+    have plain loops (test_parameter_server.py, test_pipeline_memory.py).
+    """
+    clips = CELLS[name].servers and CASES[case].options.clip_norm is not None
+    return bool(clips) or (name in ("pipeline-1f1b", "pipeline-gpipe") and case == "normalised")

@@ -76,12 +76,18 @@ def started(
     began = [_begin(program, folder, records, devices, one) for one in told]
     deadline = time.monotonic() + timeout_s
     texts = []
-    for process in began:
-        try:
-            texts.append(process.communicate(timeout=max(1.0, deadline - time.monotonic())))
-        except subprocess.TimeoutExpired:
+    try:
+        for process in began:
+            try:
+                texts.append(process.communicate(timeout=max(1.0, deadline - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                texts.append(process.communicate())
+    finally:
+        # Also where the test itself is ended: what it leaves would fail the next one.
+        for process in began[len(texts) :]:
             process.kill()
-            texts.append(process.communicate())
+            process.communicate()
     said = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in texts]
     codes = [process.returncode for process in began]
     return Ended(codes, said, [error[-6000:] for _, error in texts], counters_of(records), calls_of(records))

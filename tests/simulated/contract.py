@@ -19,11 +19,12 @@ import torch
 import headrace as hr
 from engine.ranks import say
 from simulated.accelerator import on_device
-from simulated.cells import CASES, CELLS
+from simulated.cells import CASES, CELLS, as_on_cpus
 from strategies import references
 from strategies.contract_checks import Row
 from strategies.contract_models import COUNTS
 from strategies.contract_runs import Outcome, by_hand, distance, outcome_of
+from strategies.contract_runs import train as in_threads
 
 __all__ = ["main"]
 
@@ -40,7 +41,11 @@ def train(name: str, case: str, size: str, workers: int, encrypt: bool) -> dict[
     run = hr.fit(job, row.make(workers), device="fake", check=False, encrypt=encrypt)
     if int(os.environ.get("RANK", "0")):
         return {}
-    outcome, reference = outcome_of(run), reference_of(row, CASES[case].job(COUNTS[size]), workers)
+    outcome, job = outcome_of(run), CASES[case].job(COUNTS[size])
+    if as_on_cpus(name, case):
+        reference = in_threads(row.takes(job), row.make(workers))
+    else:
+        reference = reference_of(row, job, workers)
     far = max((abs(one - other) for one, other in zip(outcome.losses, reference.losses, strict=True)), default=0.0)
     apart = {key: abs(outcome.metrics[key] - value) for key, value in reference.metrics.items()}
     return {

@@ -60,17 +60,28 @@ def explode(worker: hr.Worker) -> None:
         worker.step(batch)
 
 
+def misshape(worker: hr.Worker) -> None:
+    """A loop whose last worker fails within a forward, with a graph begun."""
+    for inputs, target in worker.batches():
+        bad = worker.round == 1 and worker.rank == worker.world - 1
+        worker.step((inputs[:, :-1] if bad else inputs, target))
+
+
+FAILURES = (explode, misshape)
+
+
 def main(times: int, failing: Sequence[int]) -> None:
-    """Trains so many times, of which some fail; says what is held after each."""
+    """Trains so many times, of which some fail, one way and the other; says what is held after each."""
     torch.set_num_threads(1)
     case = MODELS["mlp"].job(COUNTS["tiny"])
     job = dataclasses.replace(case, loss=partial(on_device, case.loss), epochs=1)
     for turn in range(times):
         strategy = STRATEGIES[turn % len(STRATEGIES)]
-        begin = partial(hr.launch, explode) if turn in failing else hr.fit
+        failure = FAILURES[list(failing).index(turn) % 2] if turn in failing else None
+        begin = partial(hr.launch, failure) if failure else hr.fit
         error = ""
         try:
             begin(job, strategy, device="fake", check=False)
-        except (ValueError, hr.errors.HeadraceError) as raised:
+        except (ValueError, RuntimeError, hr.errors.HeadraceError) as raised:
             error = f"{type(raised).__name__}: {raised}"
         say(turn=turn, strategy=strategy.name, error=error, **held())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def trained(
 
 def require_equal(said: Sequence[dict[str, Any]], devices: Sequence[str]) -> None:
     wrong = [one for one in said if "error" in one or not max(one["apart"], one["losses"], one["metrics"]) <= DOUBLE]
-    assert wrong == []
+    assert not wrong, json.dumps(wrong, indent=1)
     assert [one["cell"] for one in said if one["devices"][: len(devices)] != list(devices)] == []
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from headrace.collectives.base import Collective
+from headrace.devices import kind_of
+
+_CHUNK_BYTES = 32 << 20
+"""What a device copies to the host at once: the thread waits once for each copy, and not once for each tensor."""
 
 
 def digests(tensors: Iterable[Tensor]) -> list[int]:
@@ -16,7 +20,7 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
 
     A change of one bit changes it; the order in which the elements lie in memory does not.
     """
-    return [_digest(tensor.detach()) for tensor in tensors]
+    return [zlib.crc32(own.numpy().data) for own in _on_host(tensors)]
 
 
 def ranks_apart(own: Sequence[int], collective: Collective) -> tuple[int, int] | None:
@@ -35,7 +39,26 @@ def ranks_apart(own: Sequence[int], collective: Collective) -> tuple[int, int] |
     return place, int(places[places[:, 1] == place, 0].min())
 
 
-def _digest(tensor: Tensor) -> int:
-    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    flat = dense.resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().data)
+def _on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yields the bytes of each tensor in host memory, flat."""
+    chunk: list[Tensor] = []
+    held = 0
+    for tensor in tensors:
+        dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+        dense = dense.resolve_conj().resolve_neg()
+        if dense.nbytes >= _CHUNK_BYTES or not kind_of(dense.device.type).streams:
+            dense = dense.cpu()
+        own = dense.contiguous().view(-1).view(torch.uint8)
+        if chunk and (own.device != chunk[0].device or held + len(own) > _CHUNK_BYTES):
+            yield from _copied(chunk)
+            chunk, held = [], 0
+        if own.device.type == "cpu":
+            yield own
+        else:
+            chunk.append(own)
+            held += len(own)
+    yield from _copied(chunk)
+
+
+def _copied(chunk: Sequence[Tensor]) -> Sequence[Tensor]:
+    return torch.cat(list(chunk)).cpu().split([len(own) for own in chunk]) if chunk else ()

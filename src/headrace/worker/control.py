@@ -24,6 +24,7 @@ class RunControl:
         guard: compares the workers' copies of the model.
         verbs: compares where workers are in the user's loop.
         places: where parameters are, whatever that loop puts there.
+        closing: what is to be closed when the worker ends.
         statistics_weight: weight of this worker's running statistics in their mean over the workers.
     """
 
@@ -41,6 +42,7 @@ class RunControl:
         self.losses = LossReader(session)
         self._saves = run.checkpoints is not None
         self._saver = Saver(run, group, page, session.events, self.callbacks.saved)
+        self.closing = closing
         closing.callback(self._saver.close)
         self.state = WorkerState(session, self.stopper)
         self._is_replacement = session.is_replacement

@@ -85,7 +85,7 @@ class Worker:
         if run.train is not None:
             from headrace.worker.guards.losses import LossGuard
 
-            self._loss_guard = LossGuard(session)
+            self._loss_guard = LossGuard(session, control.closing)
         self._times = [0.0, 0.0, 0.0, 0.0]
         control.places.look()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ from headrace.collectives.base import ProcessGroup
 from headrace.collectives.views.group import ViewGroup
 from headrace.collectives.watchdog.flight_record import FlightRecord
 from headrace.collectives.watchdog.watchdog import Watchdog
-from headrace.devices import kind_of
+from headrace.devices import kind_of, synchronize
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Notice
 from headrace.spec.plan import Role
@@ -70,6 +70,11 @@ class ConnectedDevices:
         """Leaves the others; where this worker has `failed`, without them."""
         if self._made:
             self._made.abort() if failed else self._made.close()
+        if self._made and failed:
+            # A step that was cut off may have left copies on other streams, whose memory is about to be freed. Where
+            # the device has failed itself, the error that ends the run says so.
+            with suppress(RuntimeError):
+                synchronize(torch.device(self._role.device))
         if self._watchdog:
             self._watchdog.close()
         if self._group.store and self._store:

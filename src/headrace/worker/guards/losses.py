@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
@@ -26,9 +27,12 @@ def _first_dims(batch: Any) -> set[int]:
 
 
 class LossGuard:
-    """Looks at the first losses of a loop on one of several shares; a sum over examples raises a UsageError."""
+    """Looks at the first losses of a loop on one of several shares; a sum over examples raises a UsageError.
 
-    def __init__(self, session: WorkerSession) -> None:
+    Until then, or until the worker ends, it keeps outputs with their graph.
+    """
+
+    def __init__(self, session: WorkerSession, closing: ExitStack) -> None:
         self._session = session
         self._divides = session.group.world > 1
         self._left = _PASSES if self._divides else 0
@@ -38,6 +42,7 @@ class LossGuard:
         self._has_seen_others = False
         if self._left:
             self._handle = session.replica.compute.module.register_forward_hook(OwnHook(self._last.keep))
+            closing.callback(self._end)
 
     def look(self, loss: Any, share: Share) -> None:
         """Looks at a loss, before it is differentiated."""
@@ -53,7 +58,12 @@ class LossGuard:
             for line in () if outputs is None else findings_of(loss, outputs):
                 self._say(line)
         if not self._left:
-            self._handle.remove()
+            self._end()
+
+    def _end(self) -> None:
+        self._handle.remove()
+        # A graph of FullySharded refers to its module, in ways that Python's collector does not see.
+        self._last.outputs = None
 
     def look_at(self, batch: Any, share: Share) -> None:
         """Says that a step is not of this worker's share, by whose number of examples it is weighted."""
