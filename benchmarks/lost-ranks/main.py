@@ -117,6 +117,7 @@ def main() -> int:
             row = tried(case)
             bad += not row["right"]
             results[f"{case.fault} {case.hosts} x {case.devices}"] = row
+            path.write_text(json.dumps(results, indent=1) + "\n")
             print(f"{case.hosts} x {case.devices}  {case.fault:8} {row['right']!s:5} {row['s']}", flush=True)
     if arguments.only in "fits":
         results["fits"] = row = fits(arguments.fits)
