@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from headrace.api.probes.finding import names_of
 from headrace.api.probes.layers import (
+    check_frozen,
+    check_precision,
+    check_trained,
     lazy_tensors,
     modes_text,
     no_sparse_gradients,
@@ -30,17 +34,15 @@ from headrace.data.pipeline.pipeline import InputPipeline
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, JobError, UnknownName, UsageError
 from headrace.machine.versions import notice_of_torch
 from headrace.metrics import Mean, weigh
-from headrace.modules import copy_module, describe, evaluating, frozen_until, parts_of, set_train_modes
+from headrace.modules import copy_module, describe, evaluating, parts_of, set_train_modes
 from headrace.report.format import plural
 from headrace.spec.job import Job, Share
 from headrace.spec.model import ModelSpec
-from headrace.spec.options import Options
 from headrace.spec.parameter_sets import loss_name, one_optimizer
 from headrace.spec.patterns import GroupedOptimizer
 from headrace.spec.plan import Plan
 from headrace.tasks import Task
 from headrace.training.embeddings.building import tables_of
-from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.embeddings.updater import RowUpdater, check_tables
 from headrace.training.optimizer import require_lbfgs
 from headrace.training.user_code.trial import drawn, trial, without_compilers
@@ -57,6 +59,9 @@ _forked: list[bool] = []
 
 os.register_at_fork(after_in_child=lambda: _forked.append(True))
 
+if TYPE_CHECKING:
+    from headrace.training.deferred.parts import Deferral, Parts
+
 T = TypeVar("T")
 
 
@@ -69,6 +74,7 @@ class JobInfo:
         weighed: whether its loss is a `Mean`.
         told: notices that another run has shown, and that are not shown again.
         sets: the names of the parameters of each set, where sets are trained in turns.
+        parts: the parameters of `module` that have no memory, of a model that is made in parts; None where it is whole.
     """
 
     job: Job
@@ -79,12 +85,13 @@ class JobInfo:
     notices: tuple[str, ...]
     told: frozenset[str] = frozenset()
     sets: Sets = field(default_factory=dict)
+    parts: Parts | None = None
 
 
-def inspect_job(job: Job, closures: bool = False, whole_model: bool = True) -> JobInfo:
+def inspect_job(job: Job, closures: bool = False, whole_model: bool = True, in_parts: bool = False) -> JobInfo:
     """Builds the job's model and runs it on two examples, with loss and metrics.
 
-    `closures` and `whole_model` are those of the strategy.
+    `closures`, `whole_model` and `in_parts` are those of the strategy.
 
     Raises:
         JobError: the model cannot be built or run, or its optimizer not be made.
@@ -106,9 +113,9 @@ def inspect_job(job: Job, closures: bool = False, whole_model: bool = True) -> J
     users = (job.loss, job.task, job.metrics, job.inputs, job.target, *makers, job.options.schedule)
     with torch.random.fork_rng(devices=[]), untouched(*users), same_generators():
         given = job.model
-        job, module, said = _made(join_loss(job, whole_model))
+        job, module, said, parts = _made(join_loss(job, whole_model), in_parts)
         sets = find_sets(job, module)
-        weighed, more = _try(job, module, job.data, "data", sets)
+        weighed, more = _try(job, module, job.data, "data", sets, parts)
         notices += (*said, *more)
         sample = partial(_sample, job)
         check_loss_parameters(job, module, sample)
@@ -116,17 +123,24 @@ def inspect_job(job: Job, closures: bool = False, whole_model: bool = True) -> J
             check_loss_of_copy(job, given, module, sample)
         if job.eval_data is not None:
             notices += _eval_notices(job)
-            notices += _try(job, module, job.eval_data, "eval_data", sets)[1]
-        _check_trained(module)
-        _check_frozen(module)
-        _check_precision(job.options, module)
+            notices += _try(job, module, job.eval_data, "eval_data", sets, parts)[1]
+        check_trained(module)
+        check_frozen(module)
+        check_precision(job.options, module)
         found = _try_update(job, module, sets, closures)
+        if parts and found.needs.values:
+            raise UsageError(
+                "the job's optimizer looks at the values of all parameters when it is made, and deferred=True makes "
+                "them one by one; leave it out"
+            )
     # Each parameter, its gradient, and its optimizer state.
-    spec = replace(describe(module, found.sliceable), copies=2 + found.kept, optimizer=found.needs)
+    spec = replace(
+        describe(module, found.sliceable), copies=2 + found.kept, optimizer=found.needs, in_parts=parts is not None
+    )
     spec = tables_of(module, partial(_row_updater, job), spec)
     check_tables(spec, job.options)
     # What is said of the data is often said of eval_data, too.
-    return JobInfo(job, module, spec, weighed, len(pipeline), tuple(dict.fromkeys(notices)), sets=sets)
+    return JobInfo(job, module, spec, weighed, len(pipeline), tuple(dict.fromkeys(notices)), sets=sets, parts=parts)
 
 
 def _sample(job: Job) -> Share:
@@ -173,7 +187,9 @@ def _try_optimizer(
     return probe_optimizer(factory, named)
 
 
-def _try(job: Job, module: nn.Module, data: object, what: str, sets: Sets) -> tuple[bool, tuple[str, ...]]:
+def _try(
+    job: Job, module: nn.Module, data: object, what: str, sets: Sets, parts: Parts | None
+) -> tuple[bool, tuple[str, ...]]:
     """Runs the model, the loss and the metrics on the first examples.
 
     Returns whether the loss is a `Mean`, and the pipeline's notices.
@@ -184,13 +200,15 @@ def _try(job: Job, module: nn.Module, data: object, what: str, sets: Sets) -> tu
     trained = [each for each in module.parameters() if each.requires_grad]
     with evaluating(module), torch.no_grad(), without_compilers(), untouched(module, but=trained):
         try:
-            with no_sparse_gradients(module):
+            with no_sparse_gradients(module), parts.at_hand() if parts else nullcontext():
                 weighed, output, target = _try_model(job, module, share, what, sets)
         except HeadraceError as error:
             failure = error
         else:
             _try_metrics(job, output, target, share, what)
             return weighed, notices
+    if parts:
+        raise JobError(f"{failure}; large parameters had no memory before they were needed: leave out deferred=True")
     return _try_in_train_mode(job, module, share, what, sets, failure), notices
 
 
@@ -268,12 +286,18 @@ def _first_share(job: Job, data: object, what: str) -> tuple[Share, tuple[str, .
     return share, notices
 
 
-def _made(job: Job) -> tuple[Job, nn.Module, tuple[str, ...]]:
-    """Returns the job that runs, its model in the modes that it trains in, and what the user is told of it."""
+def _made(job: Job, in_parts: bool) -> tuple[Job, nn.Module, tuple[str, ...], Parts | None]:
+    """Returns the job that runs, its model in the modes that it trains in, and what the user is told of it.
+
+    And the parameters that have no memory, where `in_parts` asks for it and it can be.
+    """
     given = isinstance(job.model, nn.Module)
     what = "the model cannot be copied; give a function that builds it" if given else "the model cannot be built"
     build = None if given else job.model if isinstance(job.model, SameBuild) else SameBuild(job.model)
     job = replace(job, model=build or job.model)
+    deferral = _deferral(given) if in_parts else None
+    if build is not None:
+        build.deferral = deferral
     module = _guarded(what, lambda: make_module(job))
     if not isinstance(module, nn.Module):
         raise JobError(f"the job's model must be or return a torch.nn.Module, got {type(module).__name__}")
@@ -283,7 +307,12 @@ def _made(job: Job) -> tuple[Job, nn.Module, tuple[str, ...]]:
     came_in_eval = not module.training
     set_train_modes(module)
     notices = modes_text(module, came_in_eval)
-    lazy = lazy_tensors(module)
+    lazy, parts = lazy_tensors(module), None
+    if deferral:
+        parts, said = deferral.settle(module)
+        notices += (said,)
+        if build is not None and not parts:
+            build.deferral = None
     if lazy:
         share, _ = _first_share(job, job.data, "data")
         with evaluating(module), torch.no_grad():
@@ -296,7 +325,13 @@ def _made(job: Job) -> tuple[Job, nn.Module, tuple[str, ...]]:
         # Every worker gets this model: its own would have no shape before its first batch.
         job = replace(job, model=copy_module(module))
         notices += (f"lazy layers got their shapes from the first examples of the data: {names_of(lazy)}",)
-    return job, module, notices
+    return job, module, notices, parts
+
+
+def _deferral(given: bool) -> Deferral:
+    from headrace.training.deferred.parts import Deferral
+
+    return Deferral("the job has the model itself; give it a function that builds it" if given else "")
 
 
 def _check_early_stopping(job: Job) -> None:
@@ -309,42 +344,6 @@ def _check_early_stopping(job: Job) -> None:
     names = [*losses, *(job.task.metrics if job.task else ()), *(job.metrics or ())]
     if option.metric not in names:
         raise UnknownName("metric for early stopping", option.metric, names)
-
-
-def _check_trained(module: nn.Module) -> None:
-    if any(parameter.requires_grad for parameter in module.parameters()):
-        return
-    if tables := [layer.spec.name for layer in sparse_layers(module)]:
-        raise JobError(
-            f"the model trains nothing but sparse embeddings ({names_of(tables)}), and the workers exchange the "
-            "gradient of at least one dense parameter; give it a dense layer, or one of the embeddings sparse=False"
-        )
-    raise JobError("the model has no parameter to train: all are frozen, or there is none")
-
-
-def _check_frozen(module: nn.Module) -> None:
-    until = frozen_until(module)
-    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    for name in until.keys() - trained:
-        raise UsageError(
-            f"{name!r} is frozen until epoch {until[name]}, and is no dense parameter that is trained: it is frozen "
-            "for good too, or of a sparse embedding; leave it out of the patterns"
-        )
-    if until and trained <= until.keys():
-        raise UsageError(
-            f"all parameters are frozen until epoch {min(until.values())}, so nothing would be trained before; leave "
-            "some out of the patterns of hr.frozen(..., until_epoch=...)"
-        )
-
-
-def _check_precision(options: Options, module: nn.Module) -> None:
-    types = {parameter.dtype for parameter in module.parameters()}
-    if options.precision != "fp32" and torch.float32 not in types:
-        named = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))
-        raise UsageError(
-            f"precision={options.precision!r} changes how float32 parameters are computed with, and the model's are "
-            f"{named}; use precision='fp32', which leaves all types as they are, or make the model of float32"
-        )
 
 
 def _run(job: Job, module: nn.Module, batch: Any, what: str) -> Any:

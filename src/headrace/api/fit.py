@@ -283,7 +283,7 @@ def _planned(
     if isinstance(job, Job) and chosen.sparse_names():
         job = replace(job, model=made_sparse(job.model, chosen.sparse_names()))
     require_turns(job, chosen)
-    info = replace(inspect_job(job, chosen.closures, chosen.whole_model), told=arguments.told)
+    info = replace(inspect_job(job, chosen.closures, chosen.whole_model, chosen.in_parts), told=arguments.told)
     job = info.job
     refuse(chosen.refusals(), job.options)
     if launched:
@@ -325,14 +325,15 @@ def _planned(
 
         info = settle_compile(info, plan, cluster.device, once)
     threads = arguments.engine is not None and arguments.engine.in_caller
-    told = run_probes(info, plan, chosen.equals_one_device, threads) if arguments.check else ()
+    probed = arguments.check and info.parts is None
+    told = run_probes(info, plan, chosen.equals_one_device, threads) if probed else ()
     return replace(info, notices=(*info.notices, *told)), plan
 
 
 def _witness(info: JobInfo, arguments: FitArguments, launched: bool) -> Witness | None:
     """Returns what workers in processes of their own are to compute, too; None where there are none, or it fails."""
     in_caller = launched or (arguments.engine is not None and arguments.engine.in_caller)
-    if in_caller or not arguments.check or info.model.tables:
+    if in_caller or not arguments.check or info.model.tables or info.parts:
         return None
     with untouched(_objects(info.job.data)):
         batch = sample_of(info.job)

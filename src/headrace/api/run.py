@@ -99,13 +99,18 @@ class Run:
 
     def _untrained(self) -> nn.Module:
         try:
-            return copy_module(self.template)
+            module = copy_module(self.template)
         except Exception:
             if isinstance(self.job.model, nn.Module):
                 raise
-        # Of a lock or an open file there is no copy.
-        with torch.random.fork_rng(devices=[]):
-            return make_module(self.job)
+            # Of a lock or an open file there is no copy.
+            with torch.random.fork_rng(devices=[]):
+                module = make_module(self.job)
+        if any(each.is_meta for each in module.parameters()):
+            from headrace.training.deferred.parts import with_memory
+
+            with_memory(module)
+        return module
 
     @cached_property
     def summary(self) -> Summary:

@@ -49,7 +49,8 @@ class ShardedModule:
     """A module, sharded in place, unit by unit.
 
     `carrier` moves what the ranks exchange; None for the memory that they share. Units are gathered, and gradients
-    summed, in the type `half`, if it is not None.
+    summed, in the type `half`, if it is not None. `fill` gives memory to named parameters that have none, before a unit
+    is divided, and gives back what is free.
 
     Attributes:
         pieces: this rank's part of each trained parameter, flat, by name; it is empty where there are more ranks than
@@ -69,10 +70,13 @@ class ShardedModule:
         reshard: bool,
         closing: ExitStack,
         half: torch.dtype | None = None,
+        fill: Callable[[Sequence[str]], None] = lambda names: None,
     ) -> None:
+        fill([name for name, each in module.named_parameters() if is_kept_whole(each)])
         self.module = module
         self.half = half
-        self.device = next((each.device for each in module.parameters()), torch.device("cpu"))
+        placed = (each.device for each in module.parameters() if not each.is_meta)
+        self.device = next(placed, torch.device("cpu"))
         self.own = OwnGradients()
         self._group = group
         self._carrier: Collective = carrier or group
@@ -98,7 +102,8 @@ class ShardedModule:
             _WriteGuard([name for name in each if name not in kept], unit)
             for unit, each in zip(units, names, strict=True)
         ]
-        self._parts = self._shard(units, guards, set(kept.values()), reshard, closing)
+        self._fill = fill
+        self._parts = self._shard(units, names, guards, set(kept.values()), reshard, closing)
         self._guards = guards
         self._watch(names)
         self._parameters = dict(module.named_parameters())
@@ -112,6 +117,7 @@ class ShardedModule:
     def _shard(
         self,
         units: Sequence[str],
+        names: Sequence[Sequence[str]],
         guards: Sequence[_WriteGuard],
         whole: set[nn.Parameter],
         reshard: bool,
@@ -122,10 +128,13 @@ class ShardedModule:
         casts = MixedPrecisionPolicy(param_dtype=self.half)
         # The loss is not computed in half precision.
         widens = MixedPrecisionPolicy(param_dtype=self.half, output_dtype=torch.float32) if self.half else casts
-        for parameter in self.module.parameters():
-            parameter.data = parameter.data.contiguous()
         parts = []
         for index, unit in enumerate(units):
+            # Now, so that no more than one unit is there whole.
+            self._fill(names[index])
+            for name in names[index]:
+                parameter = self.module.get_parameter(name)
+                parameter.data = parameter.data.contiguous()
             part = self.module.get_submodule(unit)
             # Before torch's own hook, which would be lost where what it hangs on is changed in place, and which
             # releases the parameters; torch's own that gathers them goes first.
@@ -157,6 +166,7 @@ class ShardedModule:
                 if whole.requires_grad:
                     whole.register_post_accumulate_grad_hook(partial(self.own.note, name))
             part.reshard()
+            self._fill(())
 
     def begin(self) -> None:
         """Forgets the gradients of the last step."""

@@ -126,6 +126,7 @@ class ModelSpec:
         origin: what a profile belongs to, such as "torch", "machine" and "digest" of the model; empty if a person has
             written it.
         tables: of embeddings with `sparse=True`, whose rows travel one by one; they are no parameters.
+        in_parts: whether each process makes a parameter when it needs it, and none builds the whole model.
 
     Examples:
         >>> model = hr.ModelSpec.load("model.toml")
@@ -144,6 +145,7 @@ class ModelSpec:
     origin: Mapping[str, str] = field(default_factory=dict)
     tables: tuple[TableSpec, ...] = ()
     optimizer: OptimizerNeeds = OptimizerNeeds()
+    in_parts: bool = False
 
     @property
     def trainable(self) -> tuple[ParameterSpec, ...]:

@@ -16,10 +16,11 @@ accelerators through theirs (NCCL):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor, nn
 
 from headrace import internals
 from headrace.collectives.base import Collective, ProcessGroup
@@ -28,6 +29,7 @@ from headrace.devices import HOST
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.fully_sharded.units import AUTO, find_units, refuse_hooks, refuse_kept
 from headrace.hooks import hooked_parameters
+from headrace.machine.allocator import give_back
 from headrace.modules import without_data
 from headrace.policies.behaviour import Behaviour
 from headrace.policies.roles import data_parallel_plan
@@ -35,7 +37,7 @@ from headrace.policies.segments import evenly, rows
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import EVERY_WORKER, Plan, Segment
-from headrace.strategies.broadcast import broadcast
+from headrace.strategies.broadcast import broadcast, broadcast_tensors
 from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext, total_of
 from headrace.strategies.refusals import Refusal, one_program
@@ -63,6 +65,9 @@ class FullySharded(Strategy):
             `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`; parts and optimizer stay as they are, and the model's
             output is float32. It takes the place of autocast, and `Options(precision="bf16")` must be given, too. The
             numbers are not those of one device, whose gradients are float32.
+        deferred: make the model one parameter at a time, bit for bit as its constructor does, so that no process holds
+            the whole. The constructor is recorded first, without memory for its large tensors. A model that cannot be
+            recorded is built whole, which a notice says with the reason.
 
     Raises:
         UsageError: an option has a value that it cannot have.
@@ -76,6 +81,8 @@ class FullySharded(Strategy):
     units: str | Sequence[str] = AUTO
     reshard_after_forward: bool | None = None
     param_dtype: str | None = None
+
+    deferred: bool = False
 
     name = "fully_sharded"
     whole_model = False
@@ -92,6 +99,9 @@ class FullySharded(Strategy):
             raise UsageError(f"reshard_after_forward must be True, False or None, got {self.reshard_after_forward!r}")
         if self.param_dtype not in (None, "bf16"):
             raise UsageError(f"param_dtype is 'bf16' or None, got {self.param_dtype!r}")
+        if not isinstance(self.deferred, bool):
+            raise UsageError(f"deferred must be True or False, got {self.deferred!r}")
+        object.__setattr__(self, "in_parts", self.deferred)
 
     @property
     def equals_one_device(self) -> bool:
@@ -144,13 +154,15 @@ class FullySharded(Strategy):
 
         _require_own_backward(context)
         module, group = context.module, context.group
-        broadcast(module, context.device_group() or group)
+        collective = context.device_group() or group
+        broadcast(module, collective)
+        fill = _broadcast_parts(module, collective)
         units = find_units(module, self.units)
         communicates = context.synchronise_batch_norm()
         whole = _named(context)
         half = torch.bfloat16 if self.param_dtype else None
         sharded = ShardedModule(
-            module, units, within, carrier, self.reshard_after_forward is not False, context.closing, half
+            module, units, within, carrier, self.reshard_after_forward is not False, context.closing, half, fill
         )
         held = rows(context.model.parameters, within.world)
         segments = [each for each in held if each.owner in (within.rank, EVERY_WORKER)]
@@ -217,6 +229,32 @@ class FullySharded(Strategy):
         return Replica(
             compute, DividedExchange(updater, context.clipper({}, in_host=True), used, divided, measured, mates)
         )
+
+
+def _broadcast_parts(module: nn.Module, collective: Collective) -> Callable[[Sequence[str]], None]:
+    """Returns what gives memory to named parameters of a model that is made in parts: rank 0 makes, and all get them.
+
+    All ranks call it together.
+    """
+    from headrace.training.deferred.parts import parts_of
+
+    parts = parts_of(module)
+    if parts is None:
+        return lambda names: None
+    device = next(each.device for each in module.parameters() if not each.is_meta)
+
+    def make(name: str, empty: Tensor) -> Tensor:
+        first = collective.rank == 0
+        value = parts.value(name).to(device) if first else torch.empty(empty.shape, dtype=empty.dtype, device=device)
+        broadcast_tensors([value], collective)
+        return value
+
+    def fill(names: Sequence[str]) -> None:
+        parts.fill(module, names, make)
+        # The C library would keep it between what stays, and take new memory for the next unit.
+        give_back()
+
+    return fill
 
 
 def _require_own_backward(context: WorkerContext) -> None:
@@ -287,6 +325,8 @@ def _require_memory(plan: Plan, workers: int, replicas: int, model: ModelSpec, h
     whole, state = model.parameter_bytes, replicas * model.copies * model.trainable_bytes
     there = f"bytes of host memory, and {host.name} has {host.memory_bytes:,} left"
     held, part, room = state * workers // plan.workers, state // plan.workers, host.device_memory_bytes
+    if model.in_parts:
+        whole = part
     if on_device and room and part > room:
         raise InfeasiblePlan(
             f"{plan.strategy} needs {part:,} bytes on each device, and those of {host.name} have {room:,}, "

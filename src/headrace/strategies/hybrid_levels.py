@@ -55,6 +55,8 @@ def check_levels(levels: Sequence[Strategy]) -> None:
     outer, (_, sharded, pipeline, tensor) = levels[0], by_kind(levels)
     if sharded and outer is not sharded:
         _check_sharded(outer)
+    if sharded and sharded.deferred and (inside := pipeline or tensor):
+        raise UsageError(f"deferred=True is for a model that {inside.name} has not divided before; leave it out")
     if sharded and pipeline:
         sharded.check_stages()
     _check_outer(outer, levels[1], pipeline, tensor)

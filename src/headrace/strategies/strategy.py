@@ -32,6 +32,7 @@ class Strategy(ABC):
         fixed_shapes: whether all steps have the same shapes, as devices need that compile a program for every shape.
         collectives: whether workers exchange tensors between devices, not through host memory.
         mixes_devices: whether its workers may be on devices of several kinds, or on accelerators of several hosts.
+        in_parts: whether its workers can make a large model's parameters one by one, and none builds the whole.
         whole_model: whether each worker runs the whole model with all parameters, so that a loss can be a part of it.
         keeps_memory: whether parameters stay in the memory that the model has for them.
         divided: whether several devices hold one replica, so that none computes on examples of its own.
@@ -56,6 +57,7 @@ class Strategy(ABC):
     keeps_memory: ClassVar[bool] = False
     divided: ClassVar[bool] = False
     snapshots: ClassVar[bool] = True
+    in_parts: ClassVar[bool] = False
     whole_model: ClassVar[bool] = True
     alone: ClassVar[Mapping[str, object] | None] = None
 

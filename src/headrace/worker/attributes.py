@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ from headrace.modules import same_values
 from headrace.spec.job import Job
 from headrace.training.user_code.watching import Operations
 from headrace.trees import tensors_of
+
+if TYPE_CHECKING:
+    from headrace.training.deferred.parts import Deferral
 
 _MOST = 100_000
 """Values that are looked at: an attribute may lead to anything, a data set of a million examples, too."""
@@ -196,6 +199,7 @@ class SameBuild:
         names: of parameters and buffers, in their order.
         order: of the parameters, buffers and children of each module.
         quick: whether it is built so fast that it can be built again to compare.
+        deferral: how it is built in parts; None where each process builds the whole.
     """
 
     build: Callable[[], Any]
@@ -204,10 +208,11 @@ class SameBuild:
     names: tuple[str, ...] = ()
     order: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
     quick: bool = field(default=False, compare=False)
+    deferral: Deferral | None = field(default=None, compare=False)
 
     def __call__(self) -> Any:
         began = perf_counter()
-        module = self.build()
+        module = self.deferral.build(self.build) if self.deferral else self.build()
         if not isinstance(module, nn.Module):
             return module
         if self.values is None:

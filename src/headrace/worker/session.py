@@ -259,7 +259,7 @@ def build_replica(
     # Before the model is divided, so that what the parts do not have is there, too.
     if role.device != "cpu":
         use(role.device, role.identity)
-        move(module, role.device)
+        _move(run, module, role.device)
     if run.job.options.memory_format == "channels_last":
         use_channels_last(module)
     if order is None:
@@ -287,6 +287,16 @@ def build_replica(
         TurnsExchange(exchanges, holders, order),
         elastic=TurnsState(states, holders) if states else None,
     )
+
+
+def _move(run: RunSpec, module: nn.Module, device: str) -> None:
+    if not run.strategy.in_parts:
+        move(module, device)
+        return
+    from headrace.training.deferred.parts import set_aside
+
+    with set_aside(module):
+        move(module, device)
 
 
 def build_loader(run: RunSpec, role: Role, group: ProcessGroup, events: EventWriter) -> tuple[Loader, InputReporter]:

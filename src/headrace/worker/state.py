@@ -286,9 +286,15 @@ class LoadedCheckpoint:
 
     def load_module(self, module: nn.Module) -> None:
         """Loads the parameters, and the buffers that all ranks share, into a whole module."""
+        if any(each.is_meta for each in module.parameters()):
+            from headrace.training.deferred.parts import parts_of
+
+            if parts := parts_of(module):
+                parts.saved = lambda name: self._model[f"parameter/{name}"].clone()
         with torch.no_grad():
             for name, tensor in parameters_and_buffers(module):
-                restore(tensor, self._model[name])
+                if not tensor.is_meta:
+                    restore(tensor, self._model[name])
 
     def load_buffers(self, module: nn.Module, rank: int, world: int) -> None:
         """Loads this rank's own buffers into a module, or the shared ones if it has none."""

@@ -17,9 +17,11 @@ from headrace.batches import call
 from headrace.data.loading.loader import Loader, as_pipeline
 from headrace.errors import JobError, UsageError
 from headrace.internals import SPARSE_ARGUMENTS, BatchNorm, DropoutNd
+from headrace.modules import frozen_until
 from headrace.policies.roles import pieces_of
 from headrace.report.format import plural
 from headrace.spec.job import Job
+from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy
 from headrace.training.embeddings.layer import sparse_layers
@@ -189,3 +191,42 @@ def no_sparse_gradients(module: nn.Module) -> Operations:
 def lazy_tensors(module: nn.Module) -> list[str]:
     """Returns the names of the parameters and buffers that get their shapes from the first batch."""
     return [name for name, each in (*module.named_parameters(), *module.named_buffers()) if is_lazy(each)]
+
+
+def check_trained(module: nn.Module) -> None:
+    """Raises JobError for a model without a dense parameter that is trained."""
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        return
+    if tables := [layer.spec.name for layer in sparse_layers(module)]:
+        raise JobError(
+            f"the model trains nothing but sparse embeddings ({names_of(tables)}), and the workers exchange the "
+            "gradient of at least one dense parameter; give it a dense layer, or one of the embeddings sparse=False"
+        )
+    raise JobError("the model has no parameter to train: all are frozen, or there is none")
+
+
+def check_frozen(module: nn.Module) -> None:
+    """Raises UsageError where `hr.frozen` holds what is never trained, or all that is."""
+    until = frozen_until(module)
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for name in until.keys() - trained:
+        raise UsageError(
+            f"{name!r} is frozen until epoch {until[name]}, and is no dense parameter that is trained: it is frozen "
+            "for good too, or of a sparse embedding; leave it out of the patterns"
+        )
+    if until and trained <= until.keys():
+        raise UsageError(
+            f"all parameters are frozen until epoch {min(until.values())}, so nothing would be trained before; leave "
+            "some out of the patterns of hr.frozen(..., until_epoch=...)"
+        )
+
+
+def check_precision(options: Options, module: nn.Module) -> None:
+    """Raises UsageError for a precision that changes nothing, as no parameter is float32."""
+    types = {parameter.dtype for parameter in module.parameters()}
+    if options.precision != "fp32" and torch.float32 not in types:
+        named = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))
+        raise UsageError(
+            f"precision={options.precision!r} changes how float32 parameters are computed with, and the model's are "
+            f"{named}; use precision='fp32', which leaves all types as they are, or make the model of float32"
+        )
