@@ -20,11 +20,15 @@ from strategies.contract_runs import distance
 
 
 def blocks() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))).double()
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(UNITS)))
 
 
 def watched(worker: hr.Worker) -> None:
-    """Trains, and notes of each step when it began and ended on the host, and the most device memory that was held."""
+    """Trains, and notes of each step when it began and ended on the host, and the most device memory that was held.
+
+    And of the start, in a file of its own.
+    """
+    Path(f"start.{worker.rank}").write_text(str(torch.accelerator.max_memory_allocated()))
     for batch in worker.batches():
         torch.accelerator.reset_peak_memory_stats()
         began = time.monotonic()

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-UNITS, WIDTH, ROUNDS, BATCH = 6, 64, 4, 8
+UNITS, WIDTH, ROUNDS, BATCH = 6, 384, 4, 8
 UNIT_BYTES = 8 * (WIDTH + 1) * WIDTH
