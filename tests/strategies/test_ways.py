@@ -94,6 +94,17 @@ def test_fewer_bits_cost_little_and_save_much(
     assert moved(plain)[1] / pulled >= less[1]
 
 
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+@pytest.mark.parametrize("kind", [hr.ParameterServer, hr.Downpour])
+def test_workers_that_have_fetched_other_roundings_are_evaluated_alike(
+    kind: type[hr.ParameterServer], transport: str
+) -> None:
+    evaluated = {"eval_data": hr.data.from_arrays(INPUTS, CLASSES), "options": hr.Options(ema_decay=0.9)}
+    # A worker that holds other values than another one ends the run.
+    run = train(kind(3, pull_codec="int8", transport=transport), **evaluated)
+    assert run.metrics["loss"] > 0
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
 def test_a_gradient_that_is_not_finite_is_refused_in_fewer_bits_too(codec: str) -> None:

@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -136,9 +136,16 @@ class ShardLayout:
                 raise ValueError(f"{name} of a codec that loses nothing")
             residual.copy_(like(named, name, residual))
 
-    def forget(self, worker: int) -> None:
-        """Drops the encoding errors of the replies to a worker."""
-        self._residuals = {key: lost for key, lost in self._residuals.items() if key[:2] != ("pull", worker)}
+    @property
+    def has_feedback(self) -> bool:
+        """Whether replies to workers have encoding errors of earlier ones in them."""
+        return any(codec.feedback for codec in self._pull)
+
+    def forget(self, worker: int, shards: Container[int] | None = None) -> None:
+        """Drops the encoding errors of the replies to a worker; None for those of all shards."""
+        for way, whose, shard in [*self._residuals]:
+            if (way, whose) == ("pull", worker) and (shards is None or shard in shards):
+                del self._residuals[way, whose, shard]
 
     def _residual(self, way: str, worker: int, shard: int) -> Tensor | None:
         if not (self._push if way == "push" else self._pull)[shard].feedback:
@@ -259,8 +266,8 @@ class Message(NamedTuple):
 
     Attributes:
         first: of the shards that it is about; their number is that of `numbers`.
-        flag: of a push, 1 if it is finite. Of an answer, the `Reason` of a refusal, or 0. Of LEAVE, 1 for this client
-            alone, 0 for its worker.
+        flag: of a push, 1 if it is finite. Of a PULL, 0 if all workers are to get the same encoding. Of an answer, the
+            `Reason` of a refusal, or 0. Of LEAVE, 1 for this client alone, 0 for its worker.
         lease: of a push; -1 for none.
         weight, share: of a push, see `Push`. Of an answer, the weight is the squared distance of the push from the mean
             of its round, if servers measure it.

@@ -76,11 +76,16 @@ class Client:
         """Payload sent to and received from all servers."""
         return sum(server.session.moved_bytes for server in self.servers)
 
-    def pull(self) -> None:
-        """Updates this worker's copy of the parameters; waits until the worker may begin its next round."""
+    def pull(self, alike: bool = False) -> None:
+        """Updates this worker's copy of the parameters; waits until the worker may begin its next round.
+
+        With `alike`, all workers that ask so get the same copy, also of a codec that loses something.
+        """
         for server in self.servers:
+            if alike and server.layout.has_feedback:
+                server.versions = [-1] * len(server.layout)
             for shards in server.buckets:
-                server.request(shards)
+                server.request(shards, alike)
         for server in self.servers:
             server.finish()
         self.pulled()
@@ -263,9 +268,10 @@ class _Server:
         self.session.ask(head._replace(kind=Kind.PUSH_ROWS, numbers=numbers), (), blob)
         self._answers.missing += 1
 
-    def request(self, shards: range) -> None:
+    def request(self, shards: range, alike: bool = False) -> None:
         """Asks for the parameters of some shards."""
-        self.session.ask(Message(Kind.PULL, shards.start, 1, numbers=tuple(self.versions[shard] for shard in shards)))
+        numbers = tuple(self.versions[shard] for shard in shards)
+        self.session.ask(Message(Kind.PULL, shards.start, not alike, numbers=numbers))
         self._answers.missing += 1
 
     def finish(self, pulls: bool = True, until: float = math.inf) -> _Answers:

@@ -180,7 +180,7 @@ class ServerDataLeases(DataLeases):
         if self._background:
             self._background.renew()
         else:
-            self.client.pull()
+            self.client.pull(alike=True)
 
     def end(self) -> None:
         self.client.ask_all(Message(Kind.END))

@@ -284,7 +284,7 @@ class ServedExchange(Exchange):
         if self._group.rank == 0:
             self.client.ask_all(Message(Kind.AVERAGE, flag=averaged))
         self._group.barrier()
-        self.client.pull()
+        self.client.pull(alike=True)
 
     def state(self) -> Iterable[StatePiece]:
         pieces: list[StatePiece] = []
