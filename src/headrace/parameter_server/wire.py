@@ -32,6 +32,9 @@ _MOST_SHARE = 1e3
 _LONGER, _LONGER_BYTES = 4, 1 << 16
 """A longer description is not read."""
 
+_BUCKET_BYTES, _BUCKET_SHARDS = 1 << 20, 4096
+"""A server updates one bucket while the worker copies the next. One message has room for that many versions."""
+
 
 @dataclass(frozen=True)
 class ShardSpec:
@@ -60,7 +63,8 @@ class ShardSpec:
 class ShardLayout:
     """All shards of one server, in order, and how they are sent; raises UnknownName if there is no such codec.
 
-    `reply_slots` are of encoded parameters; None if they are sent as they are. `rows_bytes` is the length of the
+    `reply_slots` are of encoded parameters; None if they are sent as they are. With `has_feedback`, a reply has the
+    encoding errors of earlier ones in it. `rows_bytes` is the length of the
     longest push of rows of sparse tables.
     """
 
@@ -82,10 +86,22 @@ class ShardLayout:
         self.slots = Slots([p.elements * d.itemsize for p, d in zip(self.pieces, self._dtypes, strict=True)])
         self.push_slots = self._slots_of(self._push)
         self.reply_slots = None if pull_codec == "plain" else self._slots_of(self._pull)
+        self.has_feedback = any(codec.feedback for codec in self._pull)
         self._residuals: dict[tuple[str, int, int], Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.pieces)
+
+    def buckets(self) -> list[range]:
+        """Returns the shards in ranges of about a megabyte."""
+        buckets, start, nbytes = [], 0, 0
+        for shard, length in enumerate(self.slots.lengths):
+            nbytes += length
+            full = nbytes >= _BUCKET_BYTES or shard + 1 - start >= _BUCKET_SHARDS
+            if full or shard == len(self) - 1:
+                buckets.append(range(start, shard + 1))
+                start, nbytes = shard + 1, 0
+        return buckets
 
     def view(self, shard: int, place: Tensor) -> Tensor:
         """Returns a shard at a place, `(bytes,)` uint8."""
@@ -135,11 +151,6 @@ class ShardLayout:
             if residual is None:
                 raise ValueError(f"{name} of a codec that loses nothing")
             residual.copy_(like(named, name, residual))
-
-    @property
-    def has_feedback(self) -> bool:
-        """Whether replies to workers have encoding errors of earlier ones in them."""
-        return any(codec.feedback for codec in self._pull)
 
     def forget(self, worker: int, shards: Container[int] | None = None) -> None:
         """Drops the encoding errors of the replies to a worker; None for those of all shards."""

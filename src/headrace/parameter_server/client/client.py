@@ -15,15 +15,13 @@ from torch import Tensor
 from headrace.errors import InfeasiblePlan, PeerLost, ServerRefused
 from headrace.parameter_server.client.session import ServerConnection, Session
 from headrace.parameter_server.core.events import Reason, RoundMembers
-from headrace.parameter_server.wire import MOST_SHARDS, MOST_TOGETHER, Kind, Message, ShardLayout, decode
+from headrace.parameter_server.wire import MOST_SHARDS, MOST_TOGETHER, Kind, Message, decode
 from headrace.training.clipping import all_finite
 
 _Gradients = Sequence[Sequence[Tensor | None]]
 
 _ANSWER_S = 60.0
 """How long a server may take for an answer that depends on no other worker, and that it does not put off."""
-_BUCKET_BYTES, _BUCKET_SHARDS = 1 << 20, 4096
-"""A server updates one bucket while the worker copies the next. One message has room for that many versions."""
 
 
 class Client:
@@ -237,7 +235,7 @@ class _Server:
 
     def __init__(self, connection: ServerConnection, session: Session, together: bool) -> None:
         self.session, self.layout = session, connection.layout
-        self.buckets = [range(len(self.layout))] if together else _buckets(self.layout)
+        self.buckets = [range(len(self.layout))] if together else self.layout.buckets()
         self._places = [place.view(-1).view(torch.uint8) for place in connection.places]
         self.versions = [-1] * len(self.layout)
         self._connection = connection
@@ -392,15 +390,3 @@ class _Server:
 def _graver(one: Reason | None, other: Reason | None) -> Reason | None:
     """Returns the reason that stands for two: a gradient that is late in one shard is computed again for all."""
     return Reason.LATE if Reason.LATE in (one, other) else one or other
-
-
-def _buckets(layout: ShardLayout) -> list[range]:
-    """Returns the shards in ranges of about a megabyte."""
-    buckets, start, nbytes = [], 0, 0
-    for shard, length in enumerate(layout.slots.lengths):
-        nbytes += length
-        full = nbytes >= _BUCKET_BYTES or shard + 1 - start >= _BUCKET_SHARDS
-        if full or shard == len(layout) - 1:
-            buckets.append(range(start, shard + 1))
-            start, nbytes = shard + 1, 0
-    return buckets
