@@ -288,7 +288,8 @@ def _own_loss(output: Any, target: Any, ignore_index: int | None, shifted: bool)
         )
     if ignore_index is None:
         return loss
-    count = _counted(_labels(target), ignore_index, shifted).sum().to(loss.dtype)
+    labels = _labels(target)[..., 1:] if shifted else _labels(target)
+    count = (labels != ignore_index).sum().to(loss.dtype)
     # A mean over no tokens is NaN, and its gradients are 0.
     return metrics.Mean(torch.where(count > 0, loss * count, torch.zeros_like(loss)), count)
 
@@ -301,10 +302,6 @@ def _labels(target: Any) -> Tensor:
             "with labels, or select these with Job(target=...)"
         )
     return labels
-
-
-def _counted(labels: Tensor, ignore_index: int, shifted: bool) -> Tensor:
-    return (labels[..., 1:] if shifted else labels) != ignore_index
 
 
 def _check_own_loss(output: Any, target: Any, ignore_index: int | None, shifted: bool) -> None:

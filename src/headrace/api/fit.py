@@ -302,7 +302,7 @@ def _planned(
         info = replace(info, examples=launched.total_of_hosts(info.examples, cluster))
     _check_tables(info.model, chosen)
     refuse_overlapping(info.module, "" if chosen.keeps_memory else f"{chosen.name} gives each memory of its own")
-    once: _Once = launched.measured_once if launched else _here
+    once: _Once = launched.measured_once if launched else lambda measured: measured()
     info = _inspected(job, info, chosen, cluster, arguments.encrypt, once)
     plan = plan_of(chosen, info.model, cluster, info.sets)
     check_device(chosen, plan, cluster)
@@ -356,10 +356,6 @@ def _launched(ranks: int | None) -> Launched | None:
 
 def _own_engine(arguments: FitArguments, launched: Launched | None) -> AbstractContextManager[Engine]:
     return launched.engine(arguments.timeout_s, arguments.encrypt) if launched else kept_engine()
-
-
-def _here(measured: Callable[[], str]) -> str:
-    return measured()
 
 
 def _inspected(job: Job, info: JobInfo, strategy: Strategy, cluster: Cluster, encrypt: bool, once: _Once) -> JobInfo:

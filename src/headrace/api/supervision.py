@@ -103,7 +103,8 @@ class Follower:
 
     def __init__(self, spec: RunSpec, info: JobInfo, listeners: Listeners) -> None:
         plain, show_html = not can_paint(sys.stderr), notebook_display()
-        self.console = Console(spec.plan.strategy, _rounds(spec, info), plain, told=info.told, show_html=show_html)
+        rounds = None if spec.train is not None or spec.seconds is not None else spec.rounds_of(info.examples)
+        self.console = Console(spec.plan.strategy, rounds, plain, told=info.told, show_html=show_html)
         self.served: dict[int, ServerStats] = {}
         self._listeners = listeners
         self._tail = Tail(spec.run_dir, skip=listeners.skips, new_only=True)
@@ -203,11 +204,6 @@ def _remedy(spec: RunSpec) -> str:
     snapshots = spec.run_dir / SNAPSHOTS
     what = "the servers' last snapshots" if disk.is_folder(snapshots) else "the last checkpoint"
     return f"resume=True (--resume) goes on from {what}"
-
-
-def _rounds(spec: RunSpec, info: JobInfo) -> int | None:
-    """Returns how many rounds the run does; None where that is not known."""
-    return None if spec.train is not None or spec.seconds is not None else spec.rounds_of(info.examples)
 
 
 def _started(spec: RunSpec, info: JobInfo) -> RunStarted:

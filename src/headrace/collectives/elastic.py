@@ -66,7 +66,9 @@ class PageBarrier(ElasticBarrier):
         self._page = page
         self._place = place
         self._incarnations: dict[int, int] = {}
-        self._barrier = Barrier(page, place, check, ends, self._is_lost, "elastic_counter")
+        self._barrier = Barrier(
+            page, place, check, ends, lambda member: self.is_gone(member, self._incarnations[member]), "elastic_counter"
+        )
         self._turn = 0
         self._numbers = [
             [torch.frombuffer(half, dtype=torch.float64) for half in record.numbers] for record in page.ranks
@@ -95,9 +97,6 @@ class PageBarrier(ElasticBarrier):
     def is_gone(self, member: int, incarnation: int) -> bool:
         # A process whose loss the launcher tells writes nothing any more.
         return self._page.ranks[member].restarts > incarnation
-
-    def _is_lost(self, member: int) -> bool:
-        return self.is_gone(member, self._incarnations[member])
 
 
 class ElasticGroup(ProcessGroup):

@@ -168,10 +168,6 @@ def _read(node: list[Any], leaves: list[Leaf]) -> tuple[Build, Batch]:
     return build, lambda tensors: tensors[number]
 
 
-def _nothing(kind: str, rest: list[Any]) -> tuple[Leaf, Build]:
-    return Leaf(0, 0, None), lambda data: None
-
-
 def _number(kind: str, rest: list[Any]) -> tuple[Leaf, Build]:
     dtype, (begin,) = np.dtype(_NUMBERS[kind]), rest
     end = begin + dtype.itemsize
@@ -217,7 +213,7 @@ def _tensor(kind: str, rest: list[Any]) -> tuple[Leaf, Build]:
 
 
 _LEAVES: Mapping[str, Callable[[str, list[Any]], tuple[Leaf, Build]]] = {
-    "n": _nothing,
+    "n": lambda kind, rest: (Leaf(0, 0, None), lambda data: None),
     **dict.fromkeys("ifo", _number),
     **dict.fromkeys("bsI", _text),
     **dict.fromkeys("ag", _array),

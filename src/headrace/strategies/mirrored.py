@@ -137,7 +137,9 @@ class Mirrored(Strategy):
             reduction = SharedMemoryReduction(trainable, group)
         else:
             # If layers communicate during backward, a bucket that lacks a gradient on one worker would meet their sums.
-            overlap = self.overlap and not always and not _leaves_at_end(context)
+            # A stage of a pipeline adds up micro-batches by itself: gradients leave when backward is over.
+            at_end = context.inside is not None and context.inside.piecewise
+            overlap = self.overlap and not always and not at_end
             if overlap or place.type != "cpu":
                 reduction = BucketReduction(trainable, group, summing, module, place, self.codec, overlap)
             else:
@@ -156,12 +158,6 @@ class Mirrored(Strategy):
         elastic = None if group.fixed else MirroredState(exchange)
         replica = Replica(context.whole_model(reduction.sink, always), exchange, elastic=elastic)
         return with_tables(replica, context)
-
-
-def _leaves_at_end(context: WorkerContext) -> bool:
-    """Tells whether gradients leave only when backward is over."""
-    # A stage of a pipeline adds up micro-batches by itself.
-    return context.inside is not None and context.inside.piecewise
 
 
 MultiWorkerMirrored = Mirrored

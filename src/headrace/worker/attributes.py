@@ -246,7 +246,7 @@ class SameBuild:
                 if isinstance(value, Tensor | np.ndarray):
                     raise JobError(f"the model of this process has no {path!r}, which the launcher's has; {_REMEDY}")
                 continue
-            if same(own.value, value) or (path not in self.drawn and _is_in(own.value, here)):
+            if same(own.value, value) or (path not in self.drawn and type(own.value) is int and own.value in here):
                 continue
             if not own.replace(value):
                 raise JobError(
@@ -332,10 +332,6 @@ def _held(module: nn.Module) -> tuple[dict[str, Any], ...]:
 
 def _names(module: nn.Module) -> tuple[str, ...]:
     return (*(name for name, _ in module.named_parameters()), *(name for name, _ in module.named_buffers()))
-
-
-def _is_in(value: Any, numbers: frozenset[int]) -> bool:
-    return type(value) is int and value in numbers
 
 
 def _plain(value: Any) -> Any:

@@ -72,11 +72,11 @@ class ThroughHost(Collective):
     def close(self) -> None:
         """The group is closed by who has made it."""
 
-    def _copied(self, tensor: Tensor) -> tuple[Tensor, Callable[[], object], Callable[[], None]]:
+    def _copied(self, tensor: Tensor) -> tuple[Tensor, Callable[[], object], Callable[[], object]]:
         """Begins to copy a tensor; returns the copy, what waits for it, and what copies it back at last."""
         if tensor.device.type == HOST or not kind_of(tensor.device.type).streams:
             copy = tensor.cpu()
-            return copy, _nothing, lambda: None if copy is tensor else _copy(tensor, copy)
+            return copy, _nothing, lambda: None if copy is tensor else tensor.copy_(copy)
         blocks = self._pinned = self._pinned or PinnedBlocks(tensor.device)
         block = blocks.take(tensor.nbytes)
         copy = block[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -91,7 +91,3 @@ class ThroughHost(Collective):
 
 
 def _nothing() -> None: ...
-
-
-def _copy(tensor: Tensor, copy: Tensor) -> None:
-    tensor.copy_(copy)

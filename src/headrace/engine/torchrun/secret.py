@@ -111,8 +111,9 @@ def ask(name: str, within_s: float) -> str:
                 asking.connect(_abstract(name))
             except (ConnectionRefusedError, BlockingIOError) as error:
                 if monotonic() > give_up:
-                    # Blocked where more wait to be accepted than may.
-                    raise (_silent(within_s) if isinstance(error, BlockingIOError) else _absent(within_s)) from None
+                    if isinstance(error, BlockingIOError):  # more wait to be accepted than may
+                        raise _silent(within_s) from None
+                    raise TimeoutError(f"no process of this host has it after {within_s:g} s") from None
                 pause.wait(_AGAIN_S)
                 continue
             if user_of(asking) != os.geteuid():
@@ -125,10 +126,6 @@ def ask(name: str, within_s: float) -> str:
             if not text:
                 raise ConnectionError("the process of this host that had it has ended")
             return text
-
-
-def _absent(within_s: float) -> TimeoutError:
-    return TimeoutError(f"no process of this host has it after {within_s:g} s")
 
 
 def _silent(within_s: float) -> TimeoutError:

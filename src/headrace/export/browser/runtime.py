@@ -59,7 +59,9 @@ def find_runtime(given: Path | None = None, cache: Path | None = None) -> WebRun
         UnfitMachine: there is no copy, and npm cannot fetch one.
     """
     if given is not None:
-        return _read_folder(given) if disk.is_folder(given) else _read_archive(given)
+        if disk.is_folder(given):
+            return _runtime(given, lambda name: (given / name).read_bytes())
+        return _read_archive(given)
     cache = cache or Path.home() / ".cache" / "headrace"
     path = cache / _ARCHIVE
     if not disk.is_file(path) or not _is_known(path):
@@ -109,10 +111,6 @@ def _read_archive(path: Path) -> WebRuntime:
             return _runtime(path, read)
     except (OSError, EOFError, tarfile.TarError) as error:
         raise UsageError(f"{path} cannot be read as the archive of {NAME}: {error}; {_REMEDY}") from error
-
-
-def _read_folder(path: Path) -> WebRuntime:
-    return _runtime(path, lambda name: (path / name).read_bytes())
 
 
 def _runtime(path: Path, read: Callable[[str], bytes]) -> WebRuntime:

@@ -242,7 +242,10 @@ def _keys(summaries: Sequence[Summary], references: References) -> Mapping[str, 
         "runs": _runs_key(styled),
         "served": _runs_key([(run, style) for run, style in styled if run.servers is not None]),
         "averaged": _runs_key([(run, style) for run, style in styled if run.averaging is not None]),
-        "parts": _parts_key(),
+        "parts": picture_key(
+            f'<span class="box" style="background: var(--{colour})"></span>{STEP_PARTS[part]}'
+            for part, colour in PARTS.items()
+        ),
         "marks": lines,
         "": "",
     }
@@ -252,13 +255,6 @@ def _runs_key(styled: Sequence[tuple[Summary, RunStyle]]) -> str:
     if len(styled) < 2:
         return ""
     return picture_key(f"{_swatch(style)}{html_text(each.name)}" for each, style in styled)
-
-
-def _parts_key() -> str:
-    return picture_key(
-        f'<span class="box" style="background: var(--{colour})"></span>{STEP_PARTS[part]}'
-        for part, colour in PARTS.items()
-    )
 
 
 def _notices(summaries: Sequence[Summary], references: References) -> str:

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -101,7 +101,8 @@ def _lacks_state(optimizer: torch.optim.Optimizer, count: int) -> bool:
     """Tells whether a step would make state, or has gradients that fused kernels do not take."""
     if isinstance(optimizer, torch.optim.SGD):
         groups = [group for group in optimizer.param_groups if group["momentum"]]
-        if any(gradient.is_sparse for gradient in _gradients(optimizer.param_groups)):
+        gradients = (each.grad for group in optimizer.param_groups for each in group["params"])
+        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             return True
     else:
         groups = optimizer.param_groups
@@ -109,10 +110,6 @@ def _lacks_state(optimizer: torch.optim.Optimizer, count: int) -> bool:
     if len(state) >= count:
         return False
     return any(each.grad is not None and each not in state for group in groups for each in group["params"])
-
-
-def _gradients(groups: Iterable[dict[str, list[Tensor]]]) -> Iterable[Tensor]:
-    return (each.grad for group in groups for each in group["params"] if each.grad is not None)
 
 
 @cache

@@ -180,7 +180,10 @@ def _show(answer: Answer, saved: Checkpoint) -> None:
     for name, words in _facts(saved, description):
         for line in wrapped(words, f"{name:<12}", " " * 12):
             answer.text(line)
-    rows = [(row["name"], _shape(row), row["dtype"], byte_count(row["bytes"])) for row in tensors[:_SHOWN]]
+    rows = [
+        (row["name"], " × ".join(map(str, row["shape"])) or "scalar", row["dtype"], byte_count(row["bytes"]))
+        for row in tensors[:_SHOWN]
+    ]
     answer.text("\n" + _columns([("tensors, largest first", "shape", "type", "size"), *rows], right=(3,)))
     if rest := tensors[_SHOWN:]:
         answer.text(f"... and {len(rest)} more, {byte_count(sum(tensor['bytes'] for tensor in rest))}; --json has all")
@@ -276,10 +279,6 @@ def _readable(value: Any) -> Any:
 def _word(value: Any, most: int = 40) -> str:
     text = MISSING if value is None else clean(str(value)).replace("\n", " ")
     return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-def _shape(tensor: Mapping[str, Any]) -> str:
-    return " × ".join(map(str, tensor["shape"])) or "scalar"
 
 
 def _size(saved: Checkpoint) -> int:
