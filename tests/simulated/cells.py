@@ -16,6 +16,17 @@ __all__ = ["CASES", "CELLS", "as_on_cpus", "cases_of"]
 ALONE = ("one_device", "downpour", "sandblaster", "parameter_server-asynchronous")
 """Of one worker, or of numbers that no two runs share: test_mixed_devices.py has them."""
 
+_PARTS, _STAGES, _SLICES = hr.FullySharded(2), hr.Pipeline(2, micro_batches=1), hr.TensorParallel(2)
+LEVELS: dict[str, tuple[hr.Strategy, ...]] = {
+    "parts of slices": (_PARTS, _SLICES),
+    "stages of slices": (_STAGES, _SLICES),
+    "replicas of parts of slices": (hr.Mirrored(2), _PARTS, _SLICES),
+    "replicas of stages of slices": (hr.Mirrored(2), _STAGES, _SLICES),
+    "parts of stages of slices": (_PARTS, _STAGES, _SLICES),
+    "four levels": (hr.Mirrored(2), _PARTS, _STAGES, _SLICES),
+}
+"""Hybrids of two at each level, also on one host."""
+
 CELLS: dict[str, Row] = {
     **{name: row for name, row in KINDS.items() if name not in ALONE},
     "mirrored without overlap": Row(partial(hr.Mirrored, overlap=False)),
@@ -24,8 +35,7 @@ CELLS: dict[str, Row] = {
     "hybrid of stages": Row(
         lambda workers: hr.Hybrid(hr.Mirrored(workers // 2), hr.Pipeline(2, micro_batches=1)), whole=False
     ),
-    "parts of slices": Row(lambda _: hr.Hybrid(hr.FullySharded(2), hr.TensorParallel(2)), whole=False),
-    "stages of slices": Row(lambda _: hr.Hybrid(hr.Pipeline(2, micro_batches=1), hr.TensorParallel(2)), whole=False),
+    **{name: Row(lambda _, levels=levels: hr.Hybrid(*levels), whole=False) for name, levels in LEVELS.items()},
     "local_sgd": Row(partial(hr.LocalSGD, period=3), references.local_sgd),
 }
 """The rows of the contract, and what else there is on accelerators, by the number of workers."""
@@ -33,10 +43,6 @@ CELLS: dict[str, Row] = {
 # A device draws other numbers than a CPU.
 WITHOUT_DRAWS = {name: case for name, case in STAGED.items() if name != "dropping"}
 CASES: dict[str, Case] = {**WITHOUT_DRAWS, **MODELS, **VARIANTS}
-
-
-OF_FOUR = ("parts of slices", "stages of slices")
-"""What four devices hold together, on one host, too."""
 
 
 def cases_of(name: str) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from simulated.cells import CELLS, OF_FOUR, cases_of
+from simulated.cells import CELLS, LEVELS, cases_of
 from simulated.cluster import COMPILES, on_hosts
 from strategies.contract_checks import DOUBLE
 
@@ -69,7 +69,7 @@ def test_a_selection_is_one_device(hosts: int, tmp_path: Path) -> None:
 
 
 def test_levels_on_four_devices_are_one_device(tmp_path: Path) -> None:
-    said = trained([(name, "clipped", "uneven") for name in OF_FOUR], tmp_path, 1, encrypt=False, devices=4)
+    said = trained([(name, "clipped", "uneven") for name in list(LEVELS)[:2]], tmp_path, 1, encrypt=False, devices=4)
     require_equal(said, [f"fake:{index}" for index in range(4)])
 
 
@@ -79,7 +79,7 @@ def test_levels_on_four_devices_are_one_device(tmp_path: Path) -> None:
 def test_every_strategy_trains_every_case(name: str, hosts: int, encrypt: bool, tmp_path: Path) -> None:
     cases = [case for case in cases_of(name) if hosts == 1 or name not in FOUR_STAGES or case == "deep"]
     cells = [(name, case, size) for case, size in zip(cases, ["tiny", "uneven", "even"] * len(cases), strict=False)]
-    devices = 4 // hosts if name in OF_FOUR else 2
+    devices = 2 ** len(LEVELS[name]) // hosts if name in LEVELS else 2
     said = trained(cells, tmp_path, hosts, encrypt, CELLS[name].servers if hosts > 1 else 0, devices)
     if hosts > 1 and name in REFUSED:
         assert all(REFUSED[name] in one["error"] for one in said)

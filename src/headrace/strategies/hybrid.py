@@ -246,7 +246,8 @@ class Hybrid(ServedStrategy):
             within, alike = everyone.subgroup(groups.parts), everyone.subgroup(groups.replicas)
             others: Collective | None = None
             if outer:
-                others = among(context, alike, groups.replicas)() or alike
+                # Parts of stages are in host memory.
+                others = alike if pipeline else among(context, alike, groups.replicas)() or alike
             if not pipeline:
                 return replace(
                     sharded.in_replicas(own, within, among(context, within, groups.parts)(), others),
