@@ -26,7 +26,7 @@ ENTRIES = {"headrace.strategies", "headrace.data.sources"}
 """One file an entry of a dict, however many there are."""
 
 FORBIDDEN_WORDS = {"common", "helper", "helpers", "manager", "managers", "util", "utils", "v2"}
-MODULES, FILE_LINES, FUNCTION_LINES, METHODS, ARGUMENTS, FIELDS = 12, 400, 60, 10, 8, 16
+MODULES, FILE_LINES, FUNCTION_LINES, METHODS, ARGUMENTS, FIELDS = 12, 400, 60, 10, 8, 17
 
 READS_ENVIRONMENT = {"engine", "cli", "devices", "machine"}
 SHIPS_CODE = {"engine"}

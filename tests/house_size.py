@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 109_983
+LINES = 110_505
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
-CORE = 14_690
+CORE = 14_730
 """Of the files that docs/architecture.md names as the core."""
 
 CLOSURES = {
     "data": 800,
     "data.loading.loader": 6_200,
-    "strategies.one_device": 9_490,
-    "strategies.mirrored": 10_650,
+    "strategies.one_device": 9_510,
+    "strategies.mirrored": 10_680,
     "strategies.central_storage": 12_750,
     "worker.main": 19_600,
     "engine.local.process": 21_100,

@@ -87,7 +87,7 @@ MANY_FIELDS = (
     "from dataclasses import dataclass\n__all__ = []\n@dataclass\nclass A:\n"
     + "".join(f"    a{i}: int\n" for i in range(8))
     + "@dataclass(frozen=True)\nclass B(A):\n"
-    + "".join(f"    b{i}: int\n" for i in range(9))
+    + "".join(f"    b{i}: int\n" for i in range(10))
 )
 
 PLANTED: list[tuple[Rule, Mapping[str, str], str]] = [
@@ -136,7 +136,7 @@ PLANTED: list[tuple[Rule, Mapping[str, str], str]] = [
     (rules.budgets, {"collectives/a.py": LONG_FUNCTION}, "f: 61 lines"),
     (rules.budgets, {"collectives/a.py": MANY_METHODS}, "C: 11 public methods"),
     (rules.budgets, {"collectives/a.py": MANY_ARGUMENTS}, "C: 9 arguments"),
-    (rules.budgets, {"collectives/a.py": MANY_FIELDS}, "B: 17 fields"),
+    (rules.budgets, {"collectives/a.py": MANY_FIELDS}, "B: 18 fields"),
     (rules.environment, {"collectives/a.py": "import os\nprint(os.environ.get('A'))"}, "a:2"),
     (rules.environment, {"collectives/a.py": "import os as system\nprint(system.getenv('A'))"}, "a:2"),
     (rules.environment, {"collectives/a.py": "from os import environ"}, "a:1"),

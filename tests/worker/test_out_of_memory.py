@@ -139,7 +139,7 @@ def test_amounts_are_those_that_there_are() -> None:
     [
         ({}, r"Options\(accumulate=2\), with micro-batches of 4 examples, not 8: about [0-9,]+ for activations"),
         ({"accumulate": 2}, r"Options\(accumulate=4\), with micro-batches of 2 examples, not 4"),
-        ({"precision": "bf16"}, r"torch.utils.checkpoint\(layer, x, use_reentrant=False\) in the model"),
+        ({"precision": "bf16"}, r"Options\(recompute='full'\), which computes the activations of blocks again"),
     ],
 )
 def test_what_would_fit_is_said_with_numbers(options: dict[str, Any], remedy: str) -> None:

@@ -50,7 +50,7 @@ from headrace.training.user_code.untouched import same_generators, untouched
 from headrace.training.whole_model import cut
 from headrace.worker.attributes import SameBuild
 from headrace.worker.evaluations.accumulated import accumulates, check_accumulated
-from headrace.worker.session import alone, make_module, objective_of
+from headrace.worker.session import alone, make_module, objective_of, objectives_of
 
 _TRIED_EXAMPLES = 2
 
@@ -127,6 +127,10 @@ def inspect_job(job: Job, closures: bool = False, whole_model: bool = True, in_p
         check_trained(module)
         check_frozen(module)
         check_precision(job.options, module)
+        if job.options.recompute is not None:
+            from headrace.api.probes.parts.recomputed import check_recompute
+
+            check_recompute(job, module, sample().batch, objectives_of(job, module, weighed), parts is not None)
         found = _try_update(job, module, sets, closures)
         if parts and found.needs.values:
             raise UsageError(

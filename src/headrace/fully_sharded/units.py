@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import UsageError
+from headrace.training.recompute.blocks import entries_of_containers
 
 AUTO = "auto"
 _SHOWN = 8
@@ -32,7 +33,7 @@ def find_units(module: nn.Module, units: str | Sequence[str]) -> tuple[str, ...]
                 f"{name or 'the model'} is a TorchScript module, whose parameters cannot be exchanged for shards; use "
                 "the module that it was made from, or mirrored"
             )
-    found = dict.fromkeys(_blocks(module, "") if isinstance(units, str) else _matching(named, units))
+    found = dict.fromkeys(entries_of_containers(module) if isinstance(units, str) else _matching(named, units))
     chosen = [name for name in found if any(True for _ in named[name].parameters())]
     shared = _shared(module, chosen)
     if shared and not isinstance(units, str):
@@ -115,16 +116,6 @@ def is_kept_whole(parameter: Tensor) -> bool:
 
 def _unit_of(name: str, units: Sequence[str]) -> str:
     return next((unit for unit in units if name.startswith(f"{unit}.")), "")
-
-
-def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
-    entries = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-    for name, child in module.named_children():
-        # One without a forward of its own has nothing that could gather it.
-        if entries and not isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield prefix + name
-        else:
-            yield from _blocks(child, f"{prefix}{name}.")
 
 
 def _matching(named: Mapping[str, nn.Module], patterns: Sequence[str]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,10 @@ class Options:
         "max-autotune", "max-autotune-no-cudagraphs"; "cudagraphs" (CUDA alone) replays the model's own kernels as CUDA
         graphs, which costs no launches. "auto" measures before the run, and compiles where a step gets at least 3 %
         shorter.
+    recompute: what forward runs again for backward, so that activations need not be kept; numbers are the same, bit for
+        bit. "full": each block, the entries of the outermost Sequentials and ModuleLists, of which only the inputs are
+        kept; "selective": also the results of matrix products, convolutions and attention; or a pattern of modules'
+        names, "encoder.layers.*", or several. None for nothing. Pipelines have their own `recompute`.
     memory_format: order in memory of 4-d weights (those of convolutions over two dims) and of 4-d inputs of the
         model: "preserve" leaves both as they come; "channels_last"; "auto" measures both for about a second before
         the run and takes "channels_last" where a step gets at least 3 % shorter. Numbers are equal up to rounding,
@@ -100,6 +104,7 @@ class Options:
     warmup: int = 0
     precision: str = "fp32"
     compile: bool | str = False
+    recompute: str | Sequence[str] | None = None
     memory_format: str = "preserve"
     batch_norm: str = "local"
     sync_buffers: str = "local"
@@ -152,11 +157,26 @@ class Options:
                 f"batch_norm='sync' with compile={self.compile!r}: layers that talk to other workers cut the model "
                 "into pieces that are too small to gain by graph mode; use one of the two"
             )
+        _check_recompute(self.recompute, self.compile)
         if self.accumulate > 1 and self.batch_norm == "sync":
             raise UsageError(
                 f"batch_norm='sync' with accumulate={self.accumulate}: layers would see micro-batches, which depend "
                 "on the number of workers, so N workers would not equal one device; use accumulate=1, or 'local'"
             )
+
+
+def _check_recompute(choice: object, compiled: bool | str) -> None:
+    patterns = (choice,) if isinstance(choice, str) or not isinstance(choice, Sequence) else choice
+    if choice is not None and not (patterns and all(isinstance(each, str) and each for each in patterns)):
+        raise UsageError(
+            f"recompute is 'full', 'selective', or patterns of modules' names, 'blocks.*', got {choice!r:.60}; None "
+            "switches it off"
+        )
+    if choice is not None and compiled:
+        raise UsageError(
+            f"recompute={choice!r:.60} with compile={compiled!r}: a compiled model chooses by itself what it computes "
+            "again; use one of the two"
+        )
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...], more: str = "") -> None:
@@ -186,6 +206,8 @@ def is_url(value: object) -> bool:
     return isinstance(value, str) and _URL.fullmatch(value) is not None
 
 
+FULL, SELECTIVE = "full", "selective"
+"""Ways to run blocks again."""
 COMPILE_MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Of `torch.compile`, beside its default."""
 CUDAGRAPHS = "cudagraphs"

@@ -135,6 +135,12 @@ STAGES = (
         "leave accumulate out, and give Pipeline(micro_batches=...)",
     ),
     Refusal("compile", None, "the stages of a pipeline are not compiled", "use Options(compile=False)"),
+    Refusal(
+        "recompute",
+        None,
+        "a pipeline runs stages again, and Options(recompute={value!r:.60}) blocks",
+        "leave it out of the options, and give Pipeline(recompute='always')",
+    ),
 )
 
 WHOLE_BATCH_NORM = Refusal(

@@ -72,7 +72,11 @@ class TPU(Strategy):
             "batch_norm='sync' lets layers talk to other workers, and a step of "
             f"{self.name} is one program without such talk"
         )
-        return (Refusal("batch_norm", "sync", why, "use batch_norm='local', or mirrored"),)
+        again = f"the compiler of {self.name} chooses what of its program it computes again"
+        return (
+            Refusal("batch_norm", "sync", why, "use batch_norm='local', or mirrored"),
+            Refusal("recompute", None, again, "leave recompute out, or use mirrored"),
+        )
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         # Each worker: its copy, what autograd makes, and the sum.

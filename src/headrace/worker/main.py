@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -162,13 +162,23 @@ def _build(
     loader, reporter = build_loader(run, role, group, events)
     devices = DeviceGroup(run, role, group, page)
     closing.callback(devices.close)
-    replica = build_replica(run, role, page, module, loader, devices, closing)
+    with _recomputing(module, run.job.options.recompute):
+        replica = build_replica(run, role, page, module, loader, devices, closing)
     for line in (*replica.compute.notes, *_unlike_devices(run.plan, role, group)):
         events.write(Notice(role.rank, events.now(), line))
     evaluation = build_evaluation(run, role, replica, group)
     session = WorkerSession(run, role.rank, replica, loader, evaluation, group, page, events, devices)
     _require_same_changes(session)
     return session, reporter
+
+
+def _recomputing(module: nn.Module, choice: str | Sequence[str] | None) -> AbstractContextManager[object]:
+    """Has blocks run again in backward, as they are when a strategy has rewritten the model."""
+    if choice is None:
+        return nullcontext()
+    from headrace.training.recompute.blocks import recomputing
+
+    return recomputing(module, choice)
 
 
 def _unlike_devices(plan: Plan, role: Role, group: ProcessGroup) -> Iterator[str]:

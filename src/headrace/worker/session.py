@@ -219,7 +219,7 @@ def build_context(
     """Returns what the strategy builds a replica from; `closing` closes what the strategy opens."""
     group = devices.group
     group.ends.names = [name_of(run.plan, rank) for rank in range(len(group.ends.names))]
-    return WorkerContext(
+    context = WorkerContext(
         module=module,
         model=run.model,
         objective=objective_of(run.job, module, run.weighed),
@@ -236,6 +236,9 @@ def build_context(
         own_loop=run.train is not None,
         callbacks=bool(run.callbacks),
     )
+    if run.job.options.recompute is not None:
+        context.require_own_generators()
+    return context
 
 
 def _servers(run: RunSpec, role: Role, page: ControlPage, group: ProcessGroup) -> ServerDirectory:

@@ -18,6 +18,7 @@ from headrace.errors import UnfitMachine
 from headrace.machine.accelerators import memory_in_use
 from headrace.machine.resources import resident_bytes, spare_memory_bytes
 from headrace.modules import memory_of
+from headrace.spec.options import SELECTIVE
 from headrace.spec.plan import Role, has_stages
 from headrace.trees import tensors_of
 from headrace.worker.evaluations.evaluation import Evaluation
@@ -193,7 +194,10 @@ def _fewer_activations(run: RunSpec, examples: int, activations: int) -> Iterato
         half = -(-examples // 2)
         about = f": about {activations * half // examples:,} for activations" if activations else ""
         yield f"Options(accumulate={accumulate * 2}), with micro-batches of {half} examples, not {examples}{about}"
-    yield "torch.utils.checkpoint(layer, x, use_reentrant=False) in the model, which computes activations again"
+    if has_stages(run.plan) or run.job.options.compile:
+        yield "torch.utils.checkpoint(layer, x, use_reentrant=False) in the model, which computes activations again"
+    elif run.job.options.recompute in (None, SELECTIVE):
+        yield "Options(recompute='full'), which computes the activations of blocks again"
 
 
 def _fewer_copies(run: RunSpec, role: Role) -> str:
