@@ -201,25 +201,43 @@ def language_model(ignore_index: int = -100, *, shifted: bool = True) -> Task:
         >>> task.loss(logits, tokens).weight
         tensor(1)
     """
-    count = partial(_token_mean, ignore_index=ignore_index, shifted=shifted)
+    cross_entropy = partial(torch.nn.functional.cross_entropy, reduction="none")
     return Task(
         name=f"language_model(ignore_index={ignore_index}, shifted={shifted})",
-        loss=partial(count, measure=partial(torch.nn.functional.cross_entropy, reduction="none")),
+        loss=TokenMean(cross_entropy, ignore_index, shifted),
         activation=lambda output: _logits(output).softmax(dim=-1),
-        metrics={"accuracy": partial(count, measure=_token_hits)},
+        metrics={"accuracy": TokenMean(_token_hits, ignore_index, shifted)},
         check=partial(_check_language_model, ignore_index=ignore_index),
     )
 
 
-def _token_mean(
-    output: Any, target: Any, measure: Callable[[Tensor, Tensor], Tensor], ignore_index: int, shifted: bool
-) -> metrics.Mean:
-    logits, labels = _logits(output), _labels(target)
-    if shifted:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    kept = labels != ignore_index
-    values = measure(logits.flatten(0, 1), labels.masked_fill(~kept, 0).flatten().long())
-    return metrics.Mean((values * kept.flatten()).sum(), kept.sum())
+@dataclass(frozen=True)
+class TokenMean:
+    """The mean of a measure over the tokens that count, as `language_model` has it.
+
+    Attributes:
+        measure: from logits `(n, vocabulary)` and labels `(n,)` to values `(n,)`.
+        ignore_index, shifted: as of `language_model`.
+    """
+
+    measure: Callable[[Tensor, Tensor], Tensor]
+    ignore_index: int
+    shifted: bool
+
+    def __call__(self, output: Any, target: Any) -> metrics.Mean:
+        logits, labels = _logits(output), _labels(target)
+        if self.shifted:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        counts = labels != self.ignore_index
+        values = self.measure(logits.flatten(0, 1), labels.masked_fill(~counts, 0).flatten().long())
+        return metrics.Mean((values * counts.flatten()).sum(), counts.sum())
+
+    def labels_by_token(self, target: Any) -> Tensor:
+        """Returns what is predicted at each token, `(batch, tokens)`: labels for a measure that does not shift them."""
+        labels = _labels(target)
+        if not self.shifted:
+            return labels
+        return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], self.ignore_index)], 1)
 
 
 def _token_hits(logits: Tensor, labels: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ class Row:
         whole: whether every worker computes the whole model, and so any model; the others have tests of their own.
         refuses: variants that it cannot train, and says so.
         optimizer: the only one that it trains with; None where it takes any.
+        model: the only one that it trains, of those of this file; None where it takes any.
     """
 
     make: Callable[[int], Strategy]
@@ -59,9 +60,14 @@ class Row:
     whole: bool = True
     refuses: frozenset[str] = frozenset()
     optimizer: Callable[..., object] | None = None
+    model: Case | None = None
 
     def takes(self, job: hr.Job) -> hr.Job:
-        """Returns the job, with an optimizer that the strategy takes."""
+        """Returns the job, with an optimizer and a model that the strategy takes."""
+        if self.model:
+            own = self.model.job(len(job.data[0]))
+            evaluated = None if job.eval_data is None else own.eval_data
+            job = dataclasses.replace(job, model=own.model, data=own.data, eval_data=evaluated, loss=own.loss)
         return dataclasses.replace(job, optimizer=self.optimizer) if self.optimizer else job
 
     def ranks_of_the_last(self, workers: int) -> range:
@@ -105,7 +111,7 @@ def check_metrics(row: Row, workers: int, folder: Path) -> None:
     if not row.make(workers).one_model:
         # Each worker has a model of its own, and the metrics are their means.
         return
-    job = job_of(Case(dense, optimizer=MOMENTUM), epochs=1)
+    job = row.takes(job_of(Case(dense, optimizer=MOMENTUM), epochs=1))
     run = fit(job, row, workers, folder)
     own = evaluated(job, run.model)
     assert run.metrics == pytest.approx(own, rel=DOUBLE, abs=DOUBLE), (
@@ -192,7 +198,7 @@ def check_options(row: Row, workers: int, folder: Path) -> None:
             continue
         outcome = outcome_of(fit(job, row, workers, folder / name, loop))
         if loop:
-            one = Row(lambda workers: hr.OneDevice())
+            one = Row(lambda workers: hr.OneDevice(), model=row.model)
             reference = outcome_of(fit(job, one, 1, folder / "one", partial(_poison, 0, range(4, 5))))
         else:
             reference = row.reference(row.takes(job), workers)

@@ -118,6 +118,23 @@ class Buffered(nn.Module):
         return self.warmth * self.body(x) * torch.where(self.mask, self.scale, 1.0)
 
 
+class Attending(nn.Module):
+    """Causal attention over the tokens of a sequence, whose places it counts; logits `(batch, classes, tokens)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(9, 4)
+        self.mixed = nn.Linear(4, 12)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.places(torch.arange(x.shape[1], device=x.device))
+        query, key, value = (each.unflatten(-1, (2, 2)).transpose(1, 2) for each in self.mixed(x).chunk(3, -1))
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+        return self.head(self.norm(x + seen)).transpose(1, 2)
+
+
 def linear() -> nn.Module:
     return nn.Linear(4, 3)
 
@@ -159,6 +176,10 @@ def vectors(count: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(count, 4)
     x[::RARE_EVERY, 0] = 6.0
     return x, torch.randint(0, 3, (count,))
+
+
+def sequences(count: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 7, 4), torch.randint(0, 3, (count, 7))
 
 
 def images(count: int) -> tuple[Tensor, Tensor]:
@@ -248,6 +269,9 @@ MODELS: Mapping[str, Case] = {
     "buffers": Case(Buffered),
     "partial": Case(Partial),
 }
+
+
+SEQUENCES = Case(Attending, sequences)
 
 
 def by_dimensions(named: Any) -> torch.optim.Optimizer:

@@ -30,6 +30,7 @@ from strategies.contract_models import (
     BATCH,
     COUNTS,
     MODELS,
+    SEQUENCES,
     SGD,
     VARIANTS,
     Case,
@@ -44,6 +45,7 @@ LBFGS = partial(torch.optim.LBFGS, max_iter=1, max_eval=5, history_size=10, line
 
 ROWS = {
     "central_storage": Row(hr.CentralStorage),
+    "context_parallel": Row(hr.ContextParallel, many=(2, 4), replicas=lambda workers: 1, whole=False, model=SEQUENCES),
     # One worker that waits: the order of several ones' pushes is that of the machine.
     "downpour": Row(
         partial(hr.Downpour, fetch_every=2, push_every=2, overlap=False), references.downpour, many=(1, 1), servers=1
@@ -372,10 +374,8 @@ def test_an_error_in_a_process_reaches_the_caller(
 
 def which(name: str) -> str:
     """Returns the model that gives a strategy the most to do; BatchNorm is global under the synchronous ones alone."""
-    if name == "tpu":
-        # Whose program has no room for layers that talk.
-        return "mlp"
-    return "cnn" if STRATEGIES[name].equals_one_device is True else "mlp"
+    # A program of tpu has no room for layers that talk, and tokens no BatchNorm.
+    return "cnn" if STRATEGIES[name].equals_one_device is True and name not in ("tpu", "context_parallel") else "mlp"
 
 
 @pytest.mark.slow

@@ -153,3 +153,18 @@ def _check_figures(value: BatchProfile | ComputeProfile | LayerSpec, where: str)
         figure = getattr(value, field.name)
         if isinstance(figure, int | float) and not (math.isfinite(figure) and figure >= 0):
             raise UsageError(f"{field.name} of {where} must be a number of at least 0, got {figure!r}")
+
+
+@dataclass(frozen=True)
+class TokenUse:
+    """What a model's forward does with the tokens of a sequence.
+
+    Attributes:
+        counts: where it calls `torch.arange` for their places.
+        others: where it calls that for other numbers.
+        dims: of each tensor of its output, in which its tokens are.
+    """
+
+    counts: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    dims: tuple[int, ...] = ()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.registry import imported
-from headrace.spec.compute import ComputeProfile, LayerSpec
+from headrace.spec.compute import ComputeProfile, LayerSpec, TokenUse
 from headrace.spec.embedding import TableSpec
 from headrace.spec.plain import to_plain
 
@@ -127,6 +127,7 @@ class ModelSpec:
             written it.
         tables: of embeddings with `sparse=True`, whose rows travel one by one; they are no parameters.
         in_parts: whether each process makes a parameter when it needs it, and none builds the whole model.
+        tokens: what forward does with the tokens of a sequence; only for strategies that divide sequences.
 
     Examples:
         >>> model = hr.ModelSpec.load("model.toml")
@@ -146,6 +147,7 @@ class ModelSpec:
     tables: tuple[TableSpec, ...] = ()
     optimizer: OptimizerNeeds = OptimizerNeeds()
     in_parts: bool = False
+    tokens: TokenUse | None = None
 
     @property
     def trainable(self) -> tuple[ParameterSpec, ...]:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from headrace.strategies.central_storage import CentralStorage
     from headrace.strategies.checks import COUNTS
     from headrace.strategies.context import WorkerContext
+    from headrace.strategies.context_parallel import ContextParallel
     from headrace.strategies.downpour import Downpour
     from headrace.strategies.fully_sharded import FullySharded
     from headrace.strategies.gossip import Gossip
@@ -34,6 +35,7 @@ __all__ = [
     "STRATEGIES",
     "TPU",
     "CentralStorage",
+    "ContextParallel",
     "DiLoCo",
     "Downpour",
     "FullySharded",

@@ -37,6 +37,7 @@ from headrace.strategies.checks import (
 from headrace.strategies.context import WorkerContext, summing_of, with_tables
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
+from headrace.training.gradients import GradientSink
 from headrace.training.reduction import (
     BucketReduction,
     CollectiveReduction,
@@ -129,35 +130,44 @@ class Mirrored(Strategy):
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         always = context.synchronise_batch_norm()
-        group, module, trainable = context.group, context.module, context.model.trainable
-        broadcast(module, context.device_group() or group)
-        summing, place = summing_of(context)
-        reduction: Reduction
-        if summing is None:
-            reduction = SharedMemoryReduction(trainable, group)
-        else:
-            # If layers communicate during backward, a bucket that lacks a gradient on one worker would meet their sums.
-            # A stage of a pipeline adds up micro-batches by itself: gradients leave when backward is over.
-            at_end = context.inside is not None and context.inside.piecewise
-            overlap = self.overlap and not always and not at_end
-            if overlap or place.type != "cpu":
-                reduction = BucketReduction(trainable, group, summing, module, place, self.codec, overlap)
-            else:
-                reduction = CollectiveReduction(trainable, group, summing, place, self.codec)
-        updater = context.updater_of(plan.segments)
-        views = dict(zip(reduction.layout.names, reduction.layout.views(reduction.result), strict=True))
-        # Not get_parameter(), which script modules lack.
-        named = dict(module.named_parameters())
-        parameters = [named[name] for name in views]
-        shares = summing is None and (group.world > 1 or not group.fixed)
-        copies = place != context.device or (shares and (updater.patched or may_write_gradients(updater.optimizer)))
-        exchange = MirroredExchange(
-            *(updater, context.clipper(views), reduction, parameters),
-            *(context.model.parameter_bytes, copies, context.own_loop or context.callbacks),
-        )
-        elastic = None if group.fixed else MirroredState(exchange)
-        replica = Replica(context.whole_model(reduction.sink, always), exchange, elastic=elastic)
-        return with_tables(replica, context)
+        # If layers communicate during backward, a bucket that lacks a gradient on one worker would meet their sums.
+        # A stage of a pipeline adds up micro-batches by itself: gradients leave when backward is over.
+        at_end = context.inside is not None and context.inside.piecewise
+        overlap = self.overlap and not always and not at_end
+        sink, exchange = summed_by_all(plan, context, overlap, self.codec)
+        elastic = None if context.group.fixed else MirroredState(exchange)
+        return with_tables(Replica(context.whole_model(sink, always), exchange, elastic=elastic), context)
+
+
+def summed_by_all(
+    plan: Plan, context: WorkerContext, overlap: bool, codec: str = "plain"
+) -> tuple[GradientSink, MirroredExchange]:
+    """Returns where workers' gradients go, and what sums them and updates each worker's mirror of all parameters.
+
+    Every worker calls it, and then has the first one's parameters. `overlap` is whether gradients leave in backward.
+    """
+    group, module, trainable = context.group, context.module, context.model.trainable
+    broadcast(module, context.device_group() or group)
+    summing, place = summing_of(context)
+    reduction: Reduction
+    if summing is None:
+        reduction = SharedMemoryReduction(trainable, group)
+    elif overlap or place.type != "cpu":
+        reduction = BucketReduction(trainable, group, summing, module, place, codec, overlap)
+    else:
+        reduction = CollectiveReduction(trainable, group, summing, place, codec)
+    updater = context.updater_of(plan.segments)
+    views = dict(zip(reduction.layout.names, reduction.layout.views(reduction.result), strict=True))
+    # Not get_parameter(), which script modules lack.
+    named = dict(module.named_parameters())
+    parameters = [named[name] for name in views]
+    shares = summing is None and (group.world > 1 or not group.fixed)
+    copies = place != context.device or (shares and (updater.patched or may_write_gradients(updater.optimizer)))
+    exchange = MirroredExchange(
+        *(updater, context.clipper(views), reduction, parameters),
+        *(context.model.parameter_bytes, copies, context.own_loop or context.callbacks),
+    )
+    return reduction.sink, exchange
 
 
 MultiWorkerMirrored = Mirrored

@@ -19,6 +19,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
     _ROOM,
     {
         "central_storage": f"{_ROOM}.central_storage:CentralStorage",
+        "context_parallel": f"{_ROOM}.context_parallel:ContextParallel",
         "downpour": f"{_ROOM}.downpour:Downpour",
         "fully_sharded": f"{_ROOM}.fully_sharded:FullySharded",
         "gossip": f"{_ROOM}.gossip:Gossip",
