@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 111_930
+LINES = 112_418
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_730
@@ -13,11 +13,11 @@ CORE = 14_730
 CLOSURES = {
     "data": 800,
     "data.loading.loader": 6_200,
-    "strategies.one_device": 9_530,
+    "strategies.one_device": 9_550,
     "strategies.mirrored": 10_740,
     "strategies.central_storage": 12_780,
-    "worker.main": 19_620,
-    "engine.local.process": 21_120,
+    "worker.main": 19_650,
+    "engine.local.process": 21_150,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_850,
     "api.fit": 32_350,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import headrace as hr
@@ -88,6 +89,19 @@ def test_a_model_made_in_parts_trains_as_on_one_device(
     # The values are those of the checkpoint, and not of the constructor.
     resumed = hr.fit(job, strategy, device="cpu", run_dir=tmp_path, resume=True)
     assert _apart(alone, resumed) <= 1e-9
+
+
+@pytest.mark.slow
+def test_a_model_made_in_parts_begins_with_stored_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(8)
+        values = Stack().state_dict()
+    del values["head.weight"]
+    save_file(values, tmp_path / "model.safetensors")
+    job = replace(job_of(Stack), weights=tmp_path)
+    sharded = hr.fit(job, hr.FullySharded(2, deferred=True), device="cpu")
+    assert "bytes of parameters are made one by one" in capsys.readouterr().err
+    assert _apart(hr.fit(job, device="cpu"), sharded) <= 1e-9
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from headrace.api.probes.layers import (
     check_frozen,
     check_precision,
     check_trained,
+    check_weights,
     lazy_tensors,
     modes_text,
     no_sparse_gradients,
@@ -143,6 +144,7 @@ def inspect_job(job: Job, closures: bool = False, whole_model: bool = True, in_p
     )
     spec = tables_of(module, partial(_row_updater, job), spec)
     check_tables(spec, job.options)
+    job = check_weights(job, module, spec)
     # What is said of the data is often said of eval_data, too.
     return JobInfo(job, module, spec, weighed, len(pipeline), tuple(dict.fromkeys(notices)), sets=sets, parts=parts)
 

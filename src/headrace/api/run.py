@@ -82,13 +82,7 @@ class Run:
         Raises:
             RunFailed: no model was saved.
         """
-        path = model_path(self.run_dir)
-        if not disk.is_file(path):
-            raise RunFailed(
-                f"there is no {path}: the run ended before a model was saved, or no worker was on this host: then name "
-                "a run_dir on a file system of all hosts"
-            )
-        module = self._untrained()
+        path, module = self._saved(), self._untrained()
         load_model(module, path)
         vars(self)["_loss"] = without_loss(module)
         named = self.plan.options.get("sparse")
@@ -96,6 +90,15 @@ class Run:
 
     loss = cached_property(_loss_of)
     """The job's loss; one that is a module with parameters or buffers as it was trained with the model."""
+
+    def _saved(self) -> Path:
+        path = model_path(self.run_dir)
+        if not disk.is_file(path):
+            raise RunFailed(
+                f"there is no {path}: the run ended before a model was saved, or no worker was on this host: then name "
+                "a run_dir on a file system of all hosts"
+            )
+        return path
 
     def _untrained(self) -> nn.Module:
         try:
@@ -144,7 +147,11 @@ class Run:
         return self.job.task.activation(output) if self.job.task else output
 
     def save_pretrained(self, path: Path | str, tokenizer: Any = None) -> Path:
-        """Saves a model of the transformers library as a directory that `from_pretrained` reads.
+        """Saves the trained model as a directory of safetensors files.
+
+        That of a job with `weights` has the layout of these: the same names in files of the same names, with the index,
+        and what else is in their folder, such as `config.json`. A model of the transformers library is saved as
+        `from_pretrained` reads it.
 
         Args:
             path: of the directory, which is made: config.json, model.safetensors, and the tokenizer's files.
@@ -154,15 +161,17 @@ class Run:
             The path.
 
         Raises:
-            UsageError: the job's model is none of that library, or the tokenizer cannot be saved.
+            UsageError: the job has no weights and its model is none of that library, `path` is where its weights are,
+                or the tokenizer cannot be saved.
             RunFailed: no model was saved.
             UnfitMachine: the directory cannot be written.
         """
         # A model of the library has imported it.
         library = sys.modules.get("transformers.modeling_utils")
-        if library is None or not isinstance(self.template, library.PreTrainedModel):
+        known = library is not None and isinstance(self.template, library.PreTrainedModel)
+        if self.job.weights is None and not known:
             raise UsageError(
-                f"save_pretrained is for models of the transformers library, and the job's is a "
+                f"save_pretrained is for jobs with weights and models of the transformers library, and the job's is a "
                 f"{type(self.template).__name__}; if it contains one, call run.model.<its name>.save_pretrained(...); "
                 "run.model is the trained model, and model.safetensors in run.run_dir has its weights"
             )
@@ -176,7 +185,12 @@ class Run:
         if disk.is_file(path):
             raise UsageError(f"{path} is a file; save_pretrained makes a directory: name another path")
         try:
-            self.model.save_pretrained(path)  # type: ignore[operator]
+            if self.job.weights is not None:
+                from headrace.weights.saving import save_like
+
+                save_like(self.job.weights, self._saved(), path)
+            else:
+                self.model.save_pretrained(path)  # type: ignore[operator]
             if callable(saves):
                 saves(path)
         except OSError as error:

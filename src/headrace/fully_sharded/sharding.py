@@ -239,6 +239,13 @@ class ShardedModule:
             if leads:
                 yield name, tensor
 
+    def parts(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Yields this rank's part of every parameter, flat, after its name and the element at which the part begins."""
+        for name, each in self._parameters.items():
+            kept = name in self.whole
+            row = 0 if kept else _padded(self._shapes[name], self._group.world) // self._group.world
+            yield name, self._group.rank * row, each.detach().view(-1) if kept else _local(each)
+
     def describe(self) -> str:
         """Says how the model is divided."""
         largest = max(self.unit_bytes, key=lambda unit: self.unit_bytes[unit])

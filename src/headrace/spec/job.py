@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,9 @@ class Job:
             argument. By default a pair is (input, target), and a dict goes to the model as keywords.
         target: selects what the loss and the metrics get, likewise. By default the second of a pair, or the
             whole dict.
+        weights: a folder of safetensors files, one such file, or the URL of either, whose tensors are the model's first
+            values, by the names of its `state_dict()`; a folder may have a `model.safetensors.index.json`. None for the
+            values that `model` gives.
         source: the file that it was read from, for commands that read it again; None where a program made it.
 
     Raises:
@@ -82,6 +86,7 @@ class Job:
     options: Options = field(default_factory=Options)
     inputs: Any = None
     target: Any = None
+    weights: str | os.PathLike[str] | None = None
     source: JobSource | None = None
 
     def __post_init__(self) -> None:
@@ -104,6 +109,8 @@ class Job:
             raise UsageError(f"metrics must be a dict of names to functions, got {type(self.metrics).__name__}")
         if taken := [name for name in self.metrics or () if name in ("loss", *map(loss_name, self.sets))]:
             raise UsageError(f"evaluations have the job's loss as {taken[0]!r}; give the metric another name")
+        if not isinstance(self.weights, str | os.PathLike | None) or self.weights == "":
+            raise UsageError(f"weights must be a folder, a file or a URL, got {self.weights!r}")
         if not isinstance(self.options, Options):
             raise UsageError(f"options must be hr.Options(...), got {type(self.options).__name__}")
 

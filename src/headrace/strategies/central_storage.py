@@ -137,7 +137,7 @@ class CentralStorage(Strategy):
             broadcast(module, group)
         if plan.min_workers:
             return self._elastic_replica(context, always)
-        copy = CentralCopy(module, model, group, context.device, context.own_loop)
+        copy = CentralCopy(module, model, group, context.device, "loop" in context.user_code)
         segments = [segment for segment in plan.segments if segment.owner == rank]
         exchange = CentralStorageExchange(
             segments, model, group, copy, context.updater_over, context.clipper(in_host=True)

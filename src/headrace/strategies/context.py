@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from headrace.parameter_server.replication.directory import ServerDirectory
     from headrace.training.on_device.clipping import DeviceClipping
     from headrace.training.on_device.found_inf import FoundInf
+    from headrace.weights.reading import Weights
 
 _HOST = torch.device("cpu")
 
@@ -74,7 +75,8 @@ class WorkerContext:
         closing: closes what a strategy has opened, when the worker ends, however it does.
         servers: returns what it knows of them; a plan without servers has none to know.
         sample: returns a batch of the training data's first two examples.
-        own_loop, callbacks: whether user code sees the model between rounds: a loop of its own, or callbacks.
+        user_code: what of it sees the model between rounds: "loop", "callbacks".
+        weights: what reads what this rank holds of the model's stored values; None where there are none to read.
         inside: of a replica that several ranks hold together, where `module`, `model` and `group` are those of what
             this rank holds; None where each rank has a replica.
     """
@@ -92,8 +94,8 @@ class WorkerContext:
     closing: ExitStack = field(default_factory=ExitStack)
     servers: Callable[[], ServerDirectory] = _no_servers
     sample: Callable[[], Any] = tuple
-    own_loop: bool = False
-    callbacks: bool = False
+    user_code: frozenset[str] = frozenset()
+    weights: Weights | None = None
     inside: ModelParallelGroup | None = None
 
     @cached_property

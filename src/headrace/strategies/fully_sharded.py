@@ -86,6 +86,7 @@ class FullySharded(Strategy):
 
     name = "fully_sharded"
     whole_model = False
+    reads_parts = True
     collectives = True
 
     def __post_init__(self) -> None:
@@ -156,7 +157,7 @@ class FullySharded(Strategy):
         module, group = context.module, context.group
         collective = context.device_group() or group
         broadcast(module, collective)
-        fill = _broadcast_parts(module, collective)
+        fill = _broadcast_parts(module, None if context.weights else collective)
         units = find_units(module, self.units)
         communicates = context.synchronise_batch_norm()
         whole = _named(context)
@@ -164,6 +165,9 @@ class FullySharded(Strategy):
         sharded = ShardedModule(
             module, units, within, carrier, self.reshard_after_forward is not False, context.closing, half, fill
         )
+        if context.weights:
+            context.weights.read_parts(sharded.parts())
+            context.weights.read(module, module.named_buffers())
         held = rows(context.model.parameters, within.world)
         segments = [each for each in held if each.owner in (within.rank, EVERY_WORKER)]
         updater = _updater_of(segments, sharded.pieces, whole, context)
@@ -231,10 +235,10 @@ class FullySharded(Strategy):
         )
 
 
-def _broadcast_parts(module: nn.Module, collective: Collective) -> Callable[[Sequence[str]], None]:
+def _broadcast_parts(module: nn.Module, collective: Collective | None) -> Callable[[Sequence[str]], None]:
     """Returns what gives memory to named parameters of a model that is made in parts: rank 0 makes, and all get them.
 
-    All ranks call it together.
+    All ranks call it together. Without a collective values come later, and memory that no rank has written to is free.
     """
     from headrace.training.deferred.parts import parts_of
 
@@ -244,9 +248,12 @@ def _broadcast_parts(module: nn.Module, collective: Collective) -> Callable[[Seq
     device = next(each.device for each in module.parameters() if not each.is_meta)
 
     def make(name: str, empty: Tensor) -> Tensor:
-        first = collective.rank == 0
-        value = parts.value(name).to(device) if first else torch.empty(empty.shape, dtype=empty.dtype, device=device)
-        broadcast_tensors([value], collective)
+        if collective is not None and collective.rank == 0:
+            value = parts.value(name).to(device)
+        else:
+            value = torch.empty(empty.shape, dtype=empty.dtype, device=device)
+        if collective is not None:
+            broadcast_tensors([value], collective)
         return value
 
     def fill(names: Sequence[str]) -> None:

@@ -100,6 +100,7 @@ class Hybrid(ServedStrategy):
         check_levels([level for each in (outer, inner, *inside) for level in levels_of(each)])
         object.__setattr__(self, "outer", outer)
         object.__setattr__(self, "inner", Hybrid(inner, *inside) if inside else inner)
+        object.__setattr__(self, "reads_parts", by_kind(levels_of(self))[3] is None)
         object.__setattr__(self, "in_parts", any(each.in_parts for each in levels_of(self)))
 
     @property

@@ -165,7 +165,7 @@ def summed_by_all(
     copies = place != context.device or (shares and (updater.patched or may_write_gradients(updater.optimizer)))
     exchange = MirroredExchange(
         *(updater, context.clipper(views), reduction, parameters),
-        *(context.model.parameter_bytes, copies, context.own_loop or context.callbacks),
+        *(context.model.parameter_bytes, copies, bool(context.user_code)),
     )
     return reduction.sink, exchange
 

@@ -85,6 +85,7 @@ class Pipeline(Strategy):
     name = "pipeline"
     equals_one_device = True
     whole_model = False
+    reads_parts = True
     divided = True
 
     def __post_init__(self) -> None:
@@ -200,6 +201,8 @@ class Pipeline(Strategy):
         placement, count = schedule.placement(), schedule.micro_batches
         part = StageModule(context.module, stages, placement, group.rank)
         part.release()
+        if context.weights:
+            context.weights.read(context.module)
         channels = _channels(schedule, stages, context)
         context.closing.callback(channels.close)
         statistics = RunningStatistics(context.module, self.deferred_batch_norm and count > 1)

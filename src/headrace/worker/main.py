@@ -44,6 +44,7 @@ from headrace.worker.session import (
     build_loader,
     build_module,
     build_replica,
+    stored_values,
 )
 from headrace.worker.state import LoadedCheckpoint, making_sense, seed_worker
 from headrace.worker.worker import Worker, train
@@ -131,11 +132,13 @@ def _explained(error: BaseException, run: RunSpec, rank: int, session: WorkerSes
 
 
 def _begin_as(run: RunSpec, module: nn.Module, stored: LoadedCheckpoint | None) -> None:
-    """Gives a model that was built from the seed a checkpoint's values, if there is one."""
+    """Gives a model that was built from the seed the values of a checkpoint or of files, if there is one."""
     require_same_results(run, module)
     if stored:
         with making_sense(stored.path):
             stored.load_module(module)
+    elif not run.strategy.reads_parts and (weights := stored_values(run, module)):
+        weights.read(module)
 
 
 @contextmanager

@@ -35,12 +35,13 @@ from headrace.training.embeddings.constructing import deferred_tables, put_table
 from headrace.training.exchange import Replica, UpdatingExchange
 from headrace.training.user_code.objective import Objective
 from headrace.training.whole_model import use_channels_last
-from headrace.worker.evaluations.loss import loss_in, with_loss
+from headrace.worker.evaluations.loss import LOSS, loss_in, with_loss
 from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from headrace.parameter_server.replication.directory import ServerDirectory
+    from headrace.weights.reading import Weights
     from headrace.worker.accelerators.connected import ConnectedDevices
     from headrace.worker.evaluations.evaluation import Evaluation
 
@@ -207,6 +208,15 @@ def alone(job: Job, name: str) -> Job:
     return replace(job, optimizer=own.optimizer, loss=job.loss[name], options=own.options(job.options))
 
 
+def stored_values(run: RunSpec, module: nn.Module) -> Weights | None:
+    """Returns where the values are with which a whole model begins; None for those of the seed, or a checkpoint."""
+    if run.job.weights is None or run.resume:
+        return None
+    from headrace.weights.fitting import find_weights
+
+    return find_weights(run.job.weights, module, f"{LOSS}.")
+
+
 def build_context(
     run: RunSpec,
     role: Role,
@@ -233,8 +243,8 @@ def build_context(
         closing=closing,
         servers=lambda: _servers(run, role, page, group),
         sample=lambda: sample_of(run.job),
-        own_loop=run.train is not None,
-        callbacks=bool(run.callbacks),
+        user_code=frozenset(name for name, there in (("loop", run.train), ("callbacks", run.callbacks)) if there),
+        weights=stored_values(run, module) if run.strategy.reads_parts else None,
     )
     if run.job.options.recompute is not None:
         context.require_own_generators()

@@ -21,6 +21,7 @@ from headrace.modules import frozen_until
 from headrace.policies.roles import pieces_of
 from headrace.report.format import plural
 from headrace.spec.job import Job
+from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy
@@ -29,6 +30,7 @@ from headrace.training.embeddings.local import LocalRows
 from headrace.training.shared_buffers.batch_norm import NO_STATISTICS
 from headrace.training.user_code.trial import drawn, loss_of, trial
 from headrace.training.user_code.watching import Operations
+from headrace.worker.evaluations.loss import LOSS
 
 
 def probe_draws_and_reads(sample: Sample) -> Sequence[Finding]:
@@ -230,3 +232,17 @@ def check_precision(options: Options, module: nn.Module) -> None:
             f"precision={options.precision!r} changes how float32 parameters are computed with, and the model's are "
             f"{named}; use precision='fp32', which leaves all types as they are, or make the model of float32"
         )
+
+
+def check_weights(job: Job, module: nn.Module, model: ModelSpec) -> Job:
+    """Refuses stored values that are not the model's; returns the job with their place from the root of this machine.
+
+    A worker may run in another folder.
+    """
+    if job.weights is None:
+        return job
+    from headrace.weights.files import absolute
+    from headrace.weights.fitting import find_weights
+
+    find_weights(job.weights, module, f"{LOSS}.", [each.name for each in model.tables])
+    return replace(job, weights=absolute(job.weights))

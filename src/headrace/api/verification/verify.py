@@ -227,7 +227,8 @@ class _Session:
 
     def _compared(self, job: Job, tolerance: Tolerance) -> _Trial:
         strategy, notes = self._strategy, list[str]()
-        job = join_loss(job, strategy.whole_model)
+        # What is compared begins with the constructor's values, also in the plain loops.
+        job = replace(join_loss(job, strategy.whole_model), weights=None)
         if not isinstance(job.model, nn.Module):
             # What a constructor draws from the system is another thing whenever it is built: all get the first one's.
             job = replace(job, model=SameBuild(job.model))

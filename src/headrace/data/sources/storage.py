@@ -184,6 +184,22 @@ class SourceFile:
             )
         return content
 
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fills a buffer with the bytes from `start` on; a DataError as of `read`."""
+        if self.remote is not None or not buffer:
+            buffer[:] = self.read(start, len(buffer))
+            return
+        with _readable(self.name):
+            descriptor = _DESCRIPTORS.get((self.name, self.stamp), lambda: _Descriptor(self))
+            done = 0
+            while done < len(buffer) and (count := os.preadv(descriptor.number, [buffer[done:]], start + done)):
+                done += count
+        if done < len(buffer):
+            raise DataError(
+                f"{self.name} had {self.size:,} bytes when it was found, and of the {len(buffer):,} from byte "
+                f"{start:,} on {done:,} are there now; give back what it was"
+            )
+
     def open(self) -> Any:
         """Opens the file in binary mode; a DataError if it cannot be read or its size has changed."""
         with _readable(self.name):

@@ -1,0 +1,171 @@
+"""The tensors in a folder of safetensors files, on this machine or at a URL: their names, forms and places.
+
+    folder/model.safetensors                       one file
+    folder/model.safetensors.index.json            or several: {"weight_map": {"layer.weight": "part-1.safetensors"}}
+
+Only headers are read here. A header is JSON, as any program writes it: `headrace.checkpoint.header` reads those of
+checkpoints, which have one form.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.checkpoint.header import BYTES, NAMES, PREFIX
+from headrace.data.sources.storage import SourceFile, find_files, map_files
+from headrace.errors import DataError
+
+INDEX = "model.safetensors.index.json"
+ENDING = ".safetensors"
+_MOST_HEADER_BYTES = 100 << 20
+"""As the safetensors library."""
+_SHOWN = 3
+_REMEDY = "copy it again"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: its torch type and shape, and the byte of the file at which it begins."""
+
+    file: SourceFile
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def names_of(names: Sequence[str]) -> str:
+    """Returns the first of some names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(repr, names[:_SHOWN])) + more
+
+
+def find_tensors(where: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+    """Returns the tensors of a folder, or of one file, by name.
+
+    Raises:
+        DataError: there is none; a file is missing, cut off or malformed, or has not what the index says of it.
+    """
+    place = absolute(where)
+    if place.endswith(ENDING):
+        return _joined(find_files(_pattern(place), {}), place)
+    listed = _index(place)
+    try:
+        files = find_files(f"{_pattern(place)}/*{ENDING}", {})
+    except DataError as error:
+        wanted = f"; {INDEX} there has {len(listed):,} tensors" if listed else ""
+        raise DataError(f"weights={place!r}: there is no file *{ENDING} there{wanted}") from error
+    if not listed:
+        return _joined(files, place)
+    by_name = {_base(file): file for file in files}
+    if missing := sorted({file for file in listed.values() if file not in by_name}):
+        lost = [name for name, file in listed.items() if file in missing]
+        raise DataError(
+            f"{place} has no {names_of(missing)}, where {len(lost):,} of {len(listed):,} tensors of its {INDEX} are: "
+            f"{names_of(lost)}; copy the missing files there"
+        )
+    found = _joined([by_name[file] for file in sorted({*listed.values()})], place)
+    if lost := [name for name, file in listed.items() if name not in found or _base(found[name].file) != file]:
+        raise DataError(
+            f"the {INDEX} of {place} has {len(lost):,} tensors that are not in the files that it names: "
+            f"{names_of(lost)}; {_REMEDY}"
+        )
+    return found
+
+
+def absolute(where: str | os.PathLike[str]) -> str:
+    """Returns the place of files on this machine from its root; that of a URL as it is."""
+    place = os.fspath(where)
+    return place.rstrip("/") if "://" in place else os.path.abspath(os.path.expanduser(place))
+
+
+def _pattern(place: str) -> str:
+    return place if "://" in place else glob.escape(place)
+
+
+def _base(file: SourceFile) -> str:
+    return file.name.rpartition("/")[2]
+
+
+def _index(place: str) -> dict[str, str]:
+    """Returns the file of each tensor; {} if there is no index."""
+    try:
+        (file,) = find_files(f"{_pattern(place)}/{INDEX}", {})
+    except DataError:
+        return {}
+    try:
+        listed = json.loads(file.read())["weight_map"]
+        return {str(name): str(other) for name, other in listed.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{file.name} is no index of safetensors files: {error!r}; {_REMEDY}") from error
+
+
+def _joined(files: Sequence[SourceFile], place: str) -> dict[str, StoredTensor]:
+    found: dict[str, StoredTensor] = {}
+    for tensors in map_files(_tensors, files):
+        if twice := [name for name in tensors if name in found]:
+            one, other = (_base(each[twice[0]].file) for each in (found, tensors))
+            raise DataError(
+                f"{one} and {other} of {place} both have {names_of(twice)}; name one file, or add an {INDEX}"
+            )
+        found |= tensors
+    return found
+
+
+def _tensors(file: SourceFile) -> dict[str, StoredTensor]:
+    """Returns the tensors of a file, of which no two overlap and all are in it."""
+    if file.length < PREFIX:
+        raise DataError(f"{file.name} has {file.length} bytes, and is no safetensors file; {_REMEDY}")
+    count = int.from_bytes(file.read(0, PREFIX), "little")
+    if count > min(_MOST_HEADER_BYTES, file.length - PREFIX):
+        raise DataError(
+            f"{file.name}: its header would have {count:,} bytes, and the file has {file.length:,}: it is cut off, or "
+            f"no safetensors file; {_REMEDY}"
+        )
+    try:
+        header = json.loads(file.read(PREFIX, count), object_pairs_hook=_once)
+        header.pop("__metadata__", None)
+        places = {name: _place(fields) for name, fields in header.items()}
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"{file.name}: its header is malformed: {str(error) or repr(error)}; {_REMEDY}") from error
+    data, last = file.length - PREFIX - count, 0
+    if lost := [name for name, (_, _, _, end) in places.items() if end > data]:
+        raise DataError(
+            f"{file.name} is cut off: its header is of {max(each[3] for each in places.values()):,} bytes of tensors, "
+            f"and {data:,} are there; {len(lost):,} of {len(places):,} tensors are not whole: {names_of(lost)}; "
+            f"{_REMEDY}"
+        )
+    for name, (_, _, begin, end) in sorted(places.items(), key=lambda item: item[1][2:]):
+        if begin < last:
+            raise DataError(f"{file.name}: its tensor {name!r} begins inside another, at byte {begin:,}; {_REMEDY}")
+        last = end
+    first = PREFIX + count
+    return {name: StoredTensor(file, dtype, shape, first + begin) for name, (dtype, shape, begin, _) in places.items()}
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name in it occurs twice")
+    return found
+
+
+def _place(fields: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
+    """Returns type, shape, begin and end of a tensor, which fit together."""
+    dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
+    if dtype not in BYTES:
+        raise ValueError(f"the type {dtype!r} is unknown")
+    if not all(type(each) is int and each >= 0 for each in (*shape, begin, end)):
+        raise ValueError(f"shape {list(shape)}, bytes {begin} to {end}")
+    if end - begin != math.prod(shape) * BYTES[dtype]:
+        raise ValueError(f"{dtype} of shape {list(shape)} in bytes {begin} to {end}")
+    return NAMES[dtype], shape, begin, end

@@ -1,0 +1,122 @@
+"""Whether stored tensors are those of a model: names, shapes, types; said before any process starts."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from headrace.errors import UsageError
+from headrace.modules import is_dense
+from headrace.weights.files import StoredTensor, absolute, find_tensors, names_of
+from headrace.weights.reading import Weights, same_content
+
+_LISTED = 5
+
+
+def find_weights(where: str | os.PathLike[str], module: nn.Module, without: str, tables: Sequence[str] = ()) -> Weights:
+    """Returns where the first values of a model's tensors are.
+
+    `without` begins the names of those that are no part of the files, as of a loss that came with the job; `tables` are
+    the names of embeddings whose rows are no tensors of the model.
+
+    Raises:
+        DataError: a file is missing, cut off or malformed.
+        UsageError: names, shapes or types do not fit; tensors that the model ties differ.
+    """
+    if tables:
+        raise UsageError(
+            f"weights={os.fspath(where)!r} has tensors, and the rows of the sparse embedding {tables[0]!r} are none of "
+            "the model's; use sparse=False there"
+        )
+    stored, place = find_tensors(where), absolute(where)
+    first, tensors = _first_names(module, without), _tensors_of(module, without)
+    if other := [name for name, each in tensors.items() if not is_dense(each)]:
+        raise UsageError(f"{names_of(other)} of the model is not dense, and safetensors files have no form for that")
+    found: dict[str, StoredTensor] = {}
+    names: dict[str, str] = {}
+    for name, each in stored.items():
+        own = first.get(name)
+        if own is None:
+            continue
+        if own in found and not same_content(found[own], each):
+            raise UsageError(
+                f"the model has one tensor as {names[own]!r} and {name!r}, and the two in {place} differ; tie them "
+                "there, or not in the model"
+            )
+        if own not in found:
+            found[own], names[own] = each, name
+    _require_names(place, stored, first, [name for name in tensors if name not in found])
+    if problems := list(_misfits(tensors, found)):
+        more = f"; and {len(problems) - _LISTED:,} more" if len(problems) > _LISTED else ""
+        raise UsageError(f"the tensors in {place} are not the model's: {'; '.join(problems[:_LISTED])}{more}")
+    return Weights(found)
+
+
+def _first_names(module: nn.Module, without: str) -> dict[str, str]:
+    """Returns the first name of each tensor of a model's state, by every name that it has."""
+    known: dict[int, str] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        known.setdefault(id(tensor), name)
+    state = module.state_dict(keep_vars=True)
+    return {name: known[id(each)] for name, each in state.items() if id(each) in known and not name.startswith(without)}
+
+
+def _tensors_of(module: nn.Module, without: str) -> dict[str, Tensor]:
+    """Returns the tensors of a model's state by their first names."""
+    state = module.state_dict(keep_vars=True)
+    first = _first_names(module, without)
+    return {own: state[name] for name, own in first.items()}
+
+
+def _require_names(
+    place: str, stored: Mapping[str, StoredTensor], first: Mapping[str, str], missing: list[str]
+) -> None:
+    unknown = [name for name in stored if name not in first]
+    said = []
+    if missing:
+        near = _nearest(missing, unknown or list(stored))
+        said.append(f"{len(missing):,} tensors of the model are not there, {near}")
+    if unknown:
+        said.append(f"{len(unknown):,} there are not the model's, {_nearest(unknown, missing or list(first))}")
+    if said:
+        raise UsageError(
+            f"the {len(stored):,} tensors in {place} have other names than the model's {len({*first.values()}):,}: "
+            f"{'; '.join(said)}; give a model of which state_dict() has the names in the files"
+        )
+
+
+def _nearest(names: list[str], known: list[str]) -> str:
+    """Returns some names, the first with the nearest one that there is."""
+    near = difflib.get_close_matches(names[0], known, 1, 0.5)
+    return names_of(names) + (f" (the nearest to the first is {near[0]!r})" if near else "")
+
+
+def _misfits(tensors: Mapping[str, Tensor], found: Mapping[str, StoredTensor]) -> Iterator[str]:
+    for name, tensor in tensors.items():
+        each, dtype = found[name], getattr(torch, found[name].dtype)
+        if each.shape != tuple(tensor.shape):
+            yield f"{name!r} has shape {list(each.shape)} there and {list(tensor.shape)} in the model"
+        elif not _widens(dtype, tensor.dtype):
+            own = str(tensor.dtype).removeprefix("torch.")
+            yield (
+                f"{name!r} is {each.dtype} there and {own} in the model, which would lose bits; make the model of "
+                f"{each.dtype}, or a wider type"
+            )
+
+
+def _widens(stored: torch.dtype, own: torch.dtype) -> bool:
+    """Tells whether a type has all values of another one of its kind."""
+    if stored == own:
+        return True
+    kinds = [(each.is_floating_point, each.is_complex, each == torch.bool) for each in (stored, own)]
+    if kinds[0] != kinds[1]:
+        return False
+    try:
+        return torch.promote_types(stored, own) == own
+    except RuntimeError:
+        # Of types of eight bits torch knows no common one.
+        return False
