@@ -107,6 +107,21 @@ def test_workers_that_have_fetched_other_roundings_are_evaluated_alike(
 
 @torch.no_grad()
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+@pytest.mark.parametrize("strategy", [hr.ParameterServer, hr.Downpour])
+def test_the_model_that_is_left_has_all_bits(strategy: type[hr.ParameterServer], transport: str, codec: str) -> None:
+    """Where workers meet, they have what the servers have, and not each what a codec makes of it."""
+    none = functools.partial(torch.optim.SGD, lr=0.0)
+    options = hr.Options(ema_decay=0.9) if strategy is hr.ParameterServer else hr.Options()
+    coded = strategy(3, servers=2, transport=transport, pull_codec=codec)
+    run, alone = (train(each, optimizer=none, options=options) for each in (coded, hr.OneDevice()))
+    assert distance(run, alone) <= (1e-15 if options.ema_decay else 0.0)
+    moving = train(coded, options=options, eval_data=(INPUTS, CLASSES))
+    assert moving.metrics
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
 def test_a_gradient_that_is_not_finite_is_refused_in_fewer_bits_too(codec: str) -> None:
     inputs = INPUTS.clone()
     inputs[7] = float("nan")

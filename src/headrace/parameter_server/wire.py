@@ -24,6 +24,8 @@ MOST_SHARDS, MOST_TOGETHER = 1 << 16, (LARGEST_MESSAGE - 2 * _HEAD.size - 16) //
 """Of one server, and of one push: its message has to fit into one of the log of a backup."""
 
 _LAST_LEASE = 1 << 48
+VALUES = 2
+"""Flag of a STATE that asks for the parameters of a shard alone, as they are."""
 MOST_WEIGHT = 1e15
 """More than any batch weighs: a sum of them remains a number."""
 _MOST_SHARE = 1e3

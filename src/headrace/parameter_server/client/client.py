@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.errors import InfeasiblePlan, PeerLost, ServerRefused
 from headrace.parameter_server.client.session import ServerConnection, Session
 from headrace.parameter_server.core.events import Reason, RoundMembers
-from headrace.parameter_server.wire import MOST_SHARDS, MOST_TOGETHER, Kind, Message, decode
+from headrace.parameter_server.wire import MOST_SHARDS, MOST_TOGETHER, VALUES, Kind, Message, decode
 from headrace.training.clipping import all_finite
 
 _Gradients = Sequence[Sequence[Tensor | None]]
@@ -35,9 +35,9 @@ class Client:
     `rested` says whether no other worker waited for this one while it waited for its last lease, `apart` is the
     distance of the last push from the mean of its round, if servers measure it. `first_reason` is why the last push did
     not count in the first bucket of the first server, or None: of two workers that push for one lease, each may be the
-    first in some buckets, and this one tells which counts. Every method raises PeerLost if a
-    server has ended or does not answer, Replaced if another process has replaced this worker, and ServerRefused if a
-    server refuses it.
+    first in some buckets, and this one tells which counts. While `exact`, pulls bring what servers have, and not what a
+    codec makes of it, for each worker otherwise. Every method raises PeerLost if a server has ended or does not answer,
+    Replaced if another process has replaced this worker, and ServerRefused if a server refuses it.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Client:
         in_turn: bool = False,
     ) -> None:
         self._worker, self._in_turn = (worker, incarnation), in_turn
-        self.rested, self.apart = False, 0.0
+        self.rested, self.apart, self.exact = False, 0.0, False
         self.first_reason: Reason | None = None
         self.pulled: Callable[[], None] = lambda: None
         self.servers: list[_Server] = []
@@ -85,7 +85,7 @@ class Client:
             for shards in server.buckets:
                 server.request(shards, alike)
         for server in self.servers:
-            server.finish()
+            server.finish(exact=self.exact)
         self.pulled()
 
     def push(
@@ -272,13 +272,17 @@ class _Server:
         self.session.ask(Message(Kind.PULL, shards.start, not alike, numbers=numbers))
         self._answers.missing += 1
 
-    def finish(self, pulls: bool = True, until: float = math.inf) -> _Answers:
+    def finish(self, pulls: bool = True, until: float = math.inf, exact: bool = False) -> _Answers:
         """Waits for all answers, and fetches parameters if asked for; returns what the answers come to.
 
         After `until`, the server is asked to end the round without the workers that are still missing.
         """
         while self._answers.missing:
             self._await_answer(pulls, until)
+        for shard, place in enumerate(self._places if exact and self.layout.reply_slots is not None else ()):
+            if len(place):
+                values = bytearray(self.ask(Message(Kind.STATE, shard, VALUES)))
+                place.copy_(torch.frombuffer(values, dtype=torch.uint8).view_as(place))
         answers, self._answers = self._answers, _Answers()
         return answers
 

@@ -133,6 +133,8 @@ class ServerDataLeases(DataLeases):
         round_, number, which, members = self._parse(answer)
         if answer.kind == Kind.SYNC_POINT:
             self._sync_point, self.synced_round = number, round_
+            # There workers are compared and saved, and one model is left.
+            self.client.exact = True
             if self._background:
                 # A replica's lease is done when its first rank has pushed; the other ranks may push still.
                 self._background.finish()
@@ -167,6 +169,7 @@ class ServerDataLeases(DataLeases):
 
     def advance(self, done: int, until: int) -> None:
         until, span = self._next_sync_point(done, until)
+        self.client.exact = False
         self.client.ask_all(Message(Kind.SETTLE, lease=done))
         alone = leases_between(done, max(done, self._alone), span)
         ahead = self._sync_point + leases_between(done, until, span)

@@ -28,7 +28,7 @@ from headrace.parameter_server.server.requests import Requests
 from headrace.parameter_server.server.snapshots import ServerState, pack, unpack
 from headrace.parameter_server.server.updater import ShardUpdater, StepFailed
 from headrace.parameter_server.sparse.requests import RowRequests
-from headrace.parameter_server.wire import Kind, Message, ShardLayout, decode, encode, layout_difference
+from headrace.parameter_server.wire import VALUES, Kind, Message, ShardLayout, decode, encode, layout_difference
 from headrace.shared_memory.segment import SharedSegment
 from headrace.transport.base import ReceivedMessage, ServerTransport
 
@@ -315,6 +315,10 @@ class Server:
             blob, moved = self._optimizer.answer(message, received.blob, writing)
             if moved:
                 self._requests.broadcast(Renew())
+        elif message.kind == Kind.STATE and message.flag == VALUES:
+            if message.first >= len(self._layout):
+                raise ValueError(f"there is no shard {message.first}, only {len(self._layout)}")
+            blob = self._transport.parameters(message.first).numpy().tobytes()
         elif message.kind == Kind.STATE:
             blob = self._optimizer.state(message.first if message.flag else None)
         elif message.number != member.done:
