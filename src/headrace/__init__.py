@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from headrace.averaging.outer_steps import Elastic, Nesterov
     from headrace.engine.ray.engine import RayEngine
     from headrace.engine.threads import ThreadEngine
+    from headrace.losses import linear_cross_entropy
     from headrace.metrics import Mean
     from headrace.modules import frozen
     from headrace.parameter_server.server.optimizer import Remedies
@@ -129,6 +130,7 @@ __all__ = [
     "grouped",
     "launch",
     "limit_rows",
+    "linear_cross_entropy",
     "metrics",
     "processes",
     "profile",
@@ -157,6 +159,7 @@ _MODULES = {
     "averaging.outer_steps": ("Elastic", "Nesterov"),
     "engine.ray.engine": ("RayEngine",),
     "engine.threads": ("ThreadEngine",),
+    "losses": ("linear_cross_entropy",),
     "metrics": ("Mean",),
     "modules": ("frozen",),
     "parameter_server.server.optimizer": ("Remedies",),
