@@ -235,6 +235,14 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would_do(memory: int, wo
         hr.FullySharded(4).plan(model, Cluster((Host("here", 4, memory),)))
 
 
+def test_what_is_not_trained_takes_memory_on_a_worker() -> None:
+    model = ModelSpec((ParameterSpec("base", (900, 10), trainable=False), ParameterSpec("adapter", (100, 10))))
+    # Of 36,000 bytes and four times 4,000, each has a quarter.
+    host = Host("gpu", 4, 1 << 30, tuple(f"cuda:{index}" for index in range(4)), device_memory_bytes=12_000)
+    with pytest.raises(InfeasiblePlan, match=r"needs 13,000 bytes on each device, .* 52,000 bytes .*; 5 workers would"):
+        hr.FullySharded(4).plan(dataclasses.replace(model, copies=4), Cluster((host,), device="cuda"))
+
+
 def test_a_model_that_no_host_can_build_is_refused() -> None:
     model = ModelSpec((ParameterSpec("weight", (100, 10)),))
     hosts = tuple(Host(f"h{rank}", 4, 3_500, ranks=(rank,)) for rank in range(4))

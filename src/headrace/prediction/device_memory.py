@@ -24,7 +24,7 @@ def require_device_memory(plan: Plan, model: ModelSpec, cluster: Cluster) -> Non
         if not role.computes or role.device == HOST or not room or needed * mates <= room:
             continue
         of = f" of each of {mates} workers that share it" if mates > 1 else ""
-        enough = -(-model.copies * model.trainable_bytes // room)
+        enough = -(-(model.parameter_bytes + (model.copies - 1) * model.trainable_bytes) // room)
         raise InfeasiblePlan(
             f"{plan.strategy} needs {needed * mates:,} bytes on {role.device} of {role.host} for parameters, gradients "
             f"and what the optimizer keeps{of}, and it has {room:,}: {needed * mates - room:,} too few, before any "

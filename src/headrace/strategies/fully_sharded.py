@@ -329,7 +329,9 @@ def require_sliceable(name: str, model: ModelSpec) -> None:
 
 def _require_memory(plan: Plan, workers: int, replicas: int, model: ModelSpec, host: Host, on_device: bool) -> None:
     """Refuses what does not fit into a host that has some of the workers: says what is short, and what would do."""
-    whole, state = model.parameter_bytes, replicas * model.copies * model.trainable_bytes
+    # What is not trained is divided, too, and has no gradients.
+    whole = model.parameter_bytes
+    state = replicas * (whole + (model.copies - 1) * model.trainable_bytes)
     there = f"bytes of host memory, and {host.name} has {host.memory_bytes:,} left"
     held, part, room = state * workers // plan.workers, state // plan.workers, host.device_memory_bytes
     if model.in_parts:
