@@ -200,6 +200,28 @@ def test_what_cannot_be_done_is_refused_by_name(strategy: Strategy, deed: Any, s
         fit(make_job(), strategy, Doing(deed))
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        hr.FullySharded(2),
+        hr.TensorParallel(2),
+        hr.Pipeline(2),
+        hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2)),
+    ],
+    ids=lambda strategy: strategy.name,
+)
+def test_a_part_of_the_model_is_not_called(strategy: Strategy) -> None:
+    job = replace(make_job(), model=split_model)
+    with pytest.raises(UsageError, match=f"calls the model, of which rank 0 has a part under {strategy.name}"):
+        fit(job, strategy, Doing(lambda moment: moment.model(torch.as_tensor(INPUTS[:2]))))
+
+
+def test_a_whole_model_is_called() -> None:
+    found = []
+    fit(make_job(), hr.Mirrored(2), Doing(lambda moment: found.append(moment.model(torch.as_tensor(INPUTS[:2])))))
+    assert len(found) == 1
+
+
 def test_what_is_no_callback_is_refused() -> None:
     with pytest.raises(UsageError, match=r"callbacks are objects of subclasses of hr.Callback, got <class"):
         hr.fit(make_job(), callbacks=[Stopper])  # type: ignore[list-item]

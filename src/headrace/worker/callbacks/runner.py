@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from headrace.errors import UsageError
 from headrace.spec.events import Notice, PictureLogged, Saved, ValuesLogged
@@ -32,6 +35,7 @@ class CallbackRunner:
         self._moment = Moment(module, session.run.run_dir, actions)
         alone = session.group.world == 1 and session.replica.exchange.keeps_writes
         self._guard = guard_of_callbacks(module) if self._callbacks and not alone else None
+        self._parts = session.replica.compute.divided or session.run.plan.replicas < session.run.plan.workers
 
     def stepped(self, loss: float | None, turn: str = "") -> None:
         """Calls them after a step of this worker."""
@@ -55,9 +59,7 @@ class CallbackRunner:
 
     def ended(self) -> None:
         """Calls them at the end of the run, before the model is left, with what they change if rank 0 has all of it."""
-        session = self._session
-        parts = session.replica.compute.divided or session.run.plan.replicas < session.run.plan.workers
-        with self._here(guarded=parts or not session.group.one_memory) as (callbacks, moment):
+        with self._here(guarded=self._parts or not self._session.group.one_memory) as (callbacks, moment):
             for callback in callbacks:
                 callback.on_end(moment)
 
@@ -92,7 +94,8 @@ class CallbackRunner:
         guard = self._guard if guarded else None
         if guard:
             guard.look()
-        yield self._callbacks, moment
+        with _no_forward(moment.model, session.run.strategy.name) if self._parts else nullcontext():
+            yield self._callbacks, moment
         if guard:
             guard.require_unchanged()
 
@@ -138,3 +141,22 @@ class CallbackRunner:
                 "or leave out min_workers"
             )
         self._factor = factor
+
+
+@contextmanager
+def _no_forward(model: nn.Module, strategy: str) -> Iterator[None]:
+    """Refuses calls of a model whose parts all ranks would have to call."""
+    own = {id(part) for part in model.modules()}
+
+    def refuse(called: nn.Module, _: object) -> None:
+        if id(called) in own:
+            raise UsageError(
+                f"a callback calls the model, of which rank 0 has a part under {strategy}, and no other rank calls "
+                "its own; use eval_data and metrics, or call run.model after the run"
+            )
+
+    handle = register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
