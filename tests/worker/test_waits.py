@@ -77,6 +77,17 @@ def test_buckets_leave_hosts_that_encrypt_during_backward(tmp_path: Path) -> Non
     assert said["found"] == [[[0, 0, 0, 0, 0, 0, 1, 1]] * 8] * 2
 
 
+def test_what_is_pushed_to_servers_comes_to_the_host_by_one_copy(tmp_path: Path) -> None:
+    names = ("default", "clip", "both")
+    ended = on_hosts(f"{HEAD}steps(hr.ParameterServer(2, staleness_bound=0), {names})", tmp_path, 1, 2, timeout_s=560)
+    assert not any(ended.codes), ended.errors
+    assert [run["name"] for run in ended.said[0]] == [*names]
+    for run in ended.said[0]:
+        assert run["apart"] <= 1e-9, run["name"]
+        # In the last step the worker meets the others, and all losses are read.
+        assert [own[FIRST:-1] for own in run["reads"]] == [[1] * (7 - FIRST)] * 2
+
+
 def test_codecs_send_the_bits_of_cpus(tmp_path: Path) -> None:
     program = f"{HEAD}coded(hr.Mirrored(2, codec='int8'))\nwaits_runs.coded(hr.Mirrored(2, codec='bf16'))"
     ended = on_hosts(program, tmp_path, 2, 1)

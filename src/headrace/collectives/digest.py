@@ -20,7 +20,7 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
 
     A change of one bit changes it; the order in which the elements lie in memory does not.
     """
-    return [zlib.crc32(own.numpy().data) for own in _on_host(tensors)]
+    return [zlib.crc32(own.numpy().data) for own in on_host(tensors)]
 
 
 def ranks_apart(own: Sequence[int], collective: Collective) -> tuple[int, int] | None:
@@ -39,7 +39,7 @@ def ranks_apart(own: Sequence[int], collective: Collective) -> tuple[int, int] |
     return place, int(places[places[:, 1] == place, 0].min())
 
 
-def _on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+def on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yields the bytes of each tensor in host memory, flat."""
     chunk: list[Tensor] = []
     held = 0

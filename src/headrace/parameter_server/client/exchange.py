@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from headrace.checkpoint.forms import pack, unpack
 from headrace.collectives.base import ProcessGroup
+from headrace.collectives.digest import on_host
+from headrace.devices import HOST
 from headrace.internals import foreach_clamp_max, foreach_clamp_min, foreach_mul
 from headrace.parameter_server.client.data_leases import LeasedStep, ServerDataLeases
 from headrace.parameter_server.client.session import Session
@@ -81,6 +83,15 @@ class GradientBuffer:
         self._gradients = [None] * len(self._index)
         self._own.clear()
 
+    def bring(self) -> None:
+        """Copies gradients from an accelerator to the host, for which the thread waits once a chunk of them."""
+        there = [(at, each) for at, each in enumerate(self._gradients) if each is not None and each.device.type != HOST]
+        # Of a chunk's bytes, each type has to begin at a multiple of its size.
+        there.sort(key=lambda pair: -pair[1].itemsize)
+        for (index, gradient), own in zip(there, on_host(each for _, each in there), strict=True):
+            self._gradients[index] = own.view(gradient.dtype).view(gradient.shape)
+            self._own.add(index)
+
     def add(self, others: GradientBuffer, factor: float = 1.0) -> None:
         """Adds other gradients times a factor: once into new memory, as autograd may share a tensor, then in place."""
         for index, (gradient, other) in enumerate(zip(self._gradients, others._gradients, strict=True)):
@@ -136,6 +147,7 @@ class GradientBuffer:
 
     def by_shard(self) -> list[list[Tensor | None]]:
         """Returns the gradients by server and shard; None if the loss does not depend on the parameter."""
+        self.bring()
         flat = [None if gradient is None else gradient.reshape(-1) for gradient in self._gradients]
         return [[_slice(flat[self._index[spec.parameter]], spec) for spec in layout.pieces] for layout in self._layouts]
 
@@ -350,6 +362,7 @@ class ParameterServerExchange(ServedExchange):
 
     def _exchange(self, step: LeasedStep, finite: bool) -> tuple[StepDecision, bool]:
         of_rows, sound = self.rows.take() if self.rows is not None else ([], True)
+        self.buffer.bring()
         decision = self._judge(finite and sound)
         known = decision.apply if self.replica_group.checks or not decision.apply else None
         gradients = self.buffer.by_shard()

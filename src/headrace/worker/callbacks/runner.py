@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-
-from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from headrace.errors import UsageError
 from headrace.spec.events import Notice, PictureLogged, Saved, ValuesLogged
@@ -94,7 +91,12 @@ class CallbackRunner:
         guard = self._guard if guarded else None
         if guard:
             guard.look()
-        with _no_forward(moment.model, session.run.strategy.name) if self._parts else nullcontext():
+        calls: AbstractContextManager[None] = nullcontext()
+        if self._parts:
+            from headrace.worker.guards.calls import no_calls
+
+            calls = no_calls(moment.model, session.run.strategy.name)
+        with calls:
             yield self._callbacks, moment
         if guard:
             guard.require_unchanged()
@@ -141,22 +143,3 @@ class CallbackRunner:
                 "or leave out min_workers"
             )
         self._factor = factor
-
-
-@contextmanager
-def _no_forward(model: nn.Module, strategy: str) -> Iterator[None]:
-    """Refuses calls of a model whose parts all ranks would have to call."""
-    own = {id(part) for part in model.modules()}
-
-    def refuse(called: nn.Module, _: object) -> None:
-        if id(called) in own:
-            raise UsageError(
-                f"a callback calls the model, of which rank 0 has a part under {strategy}, and no other rank calls "
-                "its own; use eval_data and metrics, or call run.model after the run"
-            )
-
-    handle = register_module_forward_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        handle.remove()
