@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 112_627
+LINES = 112_639
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
-CORE = 14_730
+CORE = 14_740
 """Of the files that docs/architecture.md names as the core."""
 
 CLOSURES = {

@@ -199,8 +199,8 @@ def test_the_seed_decides(strategy: hr.Strategy) -> None:
 
 
 def test_every_strategy_can_be_simulated() -> None:
-    """But for sandblaster: how often a line search computes the loss depends on data; and fully_sharded, tpu."""
-    refused = ("fully_sharded", "sandblaster", "tpu")
+    """But for four: how often a line search computes the loss depends on data, for one."""
+    refused = ("context_parallel", "fully_sharded", "sandblaster", "tpu")
     for name in refused:
         with pytest.raises(UsageError, match=f"{name} cannot be simulated"):
             run(STRATEGIES[name]())

@@ -80,7 +80,8 @@ def _decode(line: bytes | str) -> Event:
     except msgspec.DecodeError:
         # It may hold what JSON lacks.
         document = json.loads(line if isinstance(line, str) else line.decode())
-        return msgspec.convert(document, _decoder().type)
+        event: Event = msgspec.convert(document, _decoder().type)
+        return event
 
 
 class RunStarted(Event, frozen=True, tag="run_started"):
