@@ -60,12 +60,14 @@ def tried(case: Case) -> dict[str, Any]:
     lines = [line for each in ended.said for line in each]
     told = [" ".join([line["ended"], *line.get("notices", [])]) for line in lines]
     seconds = [round(line["s"], 2) for line in lines if "s" in line]
-    waits = case.fault == "late"
+    waits, unmeasured = case.fault == "late", case.fault == "never"
     right = (
         bool(told)
         and any(case.words in each for each in told)
         and (
-            all(line["ended"] == "ok" for line in lines) if waits else max(seconds, default=case.limit_s) < case.limit_s
+            all(line["ended"] == "ok" for line in lines)
+            if waits
+            else unmeasured or max(seconds, default=case.limit_s) < case.limit_s
         )
     )
     return {
