@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import struct
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -65,8 +65,7 @@ class ShardSpec:
 class ShardLayout:
     """All shards of one server, in order, and how they are sent; raises UnknownName if there is no such codec.
 
-    `reply_slots` are of encoded parameters; None if they are sent as they are. With `has_feedback`, a reply has the
-    encoding errors of earlier ones in it. `rows_bytes` is the length of the
+    `reply_slots` are of encoded parameters; None if they are sent as they are. `rows_bytes` is the length of the
     longest push of rows of sparse tables.
     """
 
@@ -88,22 +87,10 @@ class ShardLayout:
         self.slots = Slots([p.elements * d.itemsize for p, d in zip(self.pieces, self._dtypes, strict=True)])
         self.push_slots = self._slots_of(self._push)
         self.reply_slots = None if pull_codec == "plain" else self._slots_of(self._pull)
-        self.has_feedback = any(codec.feedback for codec in self._pull)
         self._residuals: dict[tuple[str, int, int], Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.pieces)
-
-    def buckets(self) -> list[range]:
-        """Returns the shards in ranges of about a megabyte."""
-        buckets, start, nbytes = [], 0, 0
-        for shard, length in enumerate(self.slots.lengths):
-            nbytes += length
-            full = nbytes >= _BUCKET_BYTES or shard + 1 - start >= _BUCKET_SHARDS
-            if full or shard == len(self) - 1:
-                buckets.append(range(start, shard + 1))
-                start, nbytes = shard + 1, 0
-        return buckets
 
     def view(self, shard: int, place: Tensor) -> Tensor:
         """Returns a shard at a place, `(bytes,)` uint8."""
@@ -154,11 +141,9 @@ class ShardLayout:
                 raise ValueError(f"{name} of a codec that loses nothing")
             residual.copy_(like(named, name, residual))
 
-    def forget(self, worker: int, shards: Container[int] | None = None) -> None:
-        """Drops the encoding errors of the replies to a worker; None for those of all shards."""
-        for way, whose, shard in [*self._residuals]:
-            if (way, whose) == ("pull", worker) and (shards is None or shard in shards):
-                del self._residuals[way, whose, shard]
+    def forget(self, worker: int) -> None:
+        """Drops the encoding errors of the replies to a worker."""
+        self._residuals = {key: lost for key, lost in self._residuals.items() if key[:2] != ("pull", worker)}
 
     def _residual(self, way: str, worker: int, shard: int) -> Tensor | None:
         if not (self._push if way == "push" else self._pull)[shard].feedback:
@@ -176,6 +161,18 @@ class ShardLayout:
         """Returns what another process compares its layout with."""
         pieces = [[p.parameter, p.start, list(p.shape), p.dtype] for p in self.pieces]
         return json.dumps([*self._names, *pieces]).encode()
+
+
+def buckets_of(layout: ShardLayout) -> list[range]:
+    """Returns the shards in ranges of about a megabyte."""
+    buckets, start, nbytes = [], 0, 0
+    for shard, length in enumerate(layout.slots.lengths):
+        nbytes += length
+        full = nbytes >= _BUCKET_BYTES or shard + 1 - start >= _BUCKET_SHARDS
+        if full or shard == len(layout) - 1:
+            buckets.append(range(start, shard + 1))
+            start, nbytes = shard + 1, 0
+    return buckets
 
 
 def layout_difference(layout: ShardLayout, described: bytes) -> str:
@@ -279,7 +276,7 @@ class Message(NamedTuple):
 
     Attributes:
         first: of the shards that it is about; their number is that of `numbers`.
-        flag: of a push, 1 if it is finite. Of a PULL, 0 if all workers are to get the same encoding. Of an answer, the
+        flag: of a push, 1 if it is finite. Of an answer, the
             `Reason` of a refusal, or 0. Of LEAVE, 1 for this client alone, 0 for its worker.
         lease: of a push; -1 for none.
         weight, share: of a push, see `Push`. Of an answer, the weight is the squared distance of the push from the mean

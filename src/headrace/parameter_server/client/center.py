@@ -72,7 +72,7 @@ class CenterVariable(BackgroundWork):
         # A new worker has no parameters of its own yet.
         if self._keeps and self._begun and self._saved is None:
             self._saved = [self._local[index].clone() for index in self._apart]
-        self.client.pull(alike=True)
+        self.client.pull()
         self.take()
 
     def resume(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.errors import InfeasiblePlan, PeerLost, ServerRefused
 from headrace.parameter_server.client.session import ServerConnection, Session
 from headrace.parameter_server.core.events import Reason, RoundMembers
-from headrace.parameter_server.wire import MOST_SHARDS, MOST_TOGETHER, VALUES, Kind, Message, decode
+from headrace.parameter_server.wire import MOST_SHARDS, MOST_TOGETHER, VALUES, Kind, Message, buckets_of, decode
 from headrace.training.clipping import all_finite
 
 _Gradients = Sequence[Sequence[Tensor | None]]
@@ -74,16 +74,11 @@ class Client:
         """Payload sent to and received from all servers."""
         return sum(server.session.moved_bytes for server in self.servers)
 
-    def pull(self, alike: bool = False) -> None:
-        """Updates this worker's copy of the parameters; waits until the worker may begin its next round.
-
-        With `alike`, all workers that ask so get the same copy, also of a codec that loses something.
-        """
+    def pull(self) -> None:
+        """Updates this worker's copy of the parameters; waits until the worker may begin its next round."""
         for server in self.servers:
-            if alike and server.layout.has_feedback:
-                server.versions = [-1] * len(server.layout)
             for shards in server.buckets:
-                server.request(shards, alike)
+                server.request(shards)
         for server in self.servers:
             server.finish(exact=self.exact)
         self.pulled()
@@ -235,7 +230,7 @@ class _Server:
 
     def __init__(self, connection: ServerConnection, session: Session, together: bool) -> None:
         self.session, self.layout = session, connection.layout
-        self.buckets = [range(len(self.layout))] if together else self.layout.buckets()
+        self.buckets = [range(len(self.layout))] if together else buckets_of(self.layout)
         self._places = [place.view(-1).view(torch.uint8) for place in connection.places]
         self.versions = [-1] * len(self.layout)
         self._connection = connection
@@ -266,10 +261,9 @@ class _Server:
         self.session.ask(head._replace(kind=Kind.PUSH_ROWS, numbers=numbers), (), blob)
         self._answers.missing += 1
 
-    def request(self, shards: range, alike: bool = False) -> None:
+    def request(self, shards: range) -> None:
         """Asks for the parameters of some shards."""
-        numbers = tuple(self.versions[shard] for shard in shards)
-        self.session.ask(Message(Kind.PULL, shards.start, not alike, numbers=numbers))
+        self.session.ask(Message(Kind.PULL, shards.start, 1, numbers=tuple(self.versions[shard] for shard in shards)))
         self._answers.missing += 1
 
     def finish(self, pulls: bool = True, until: float = math.inf, exact: bool = False) -> _Answers:

@@ -183,7 +183,7 @@ class ServerDataLeases(DataLeases):
         if self._background:
             self._background.renew()
         else:
-            self.client.pull(alike=True)
+            self.client.pull()
 
     def end(self) -> None:
         self.client.ask_all(Message(Kind.END))

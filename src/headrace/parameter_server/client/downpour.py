@@ -77,11 +77,11 @@ class ServerLinks(BackgroundWork):
         self._places, self._into = ([*chain.from_iterable(by_server)] for by_server in (places, fetched))
         self._backgrounds = [background for background in (pushing, fetching) if background is not None]
 
-    def pull(self, alike: bool = False) -> None:
+    def pull(self) -> None:
         """Brings the parameters up to date now."""
         # Local steps have changed them since the last pull.
         self.main.forget()
-        self.main.pull(alike)
+        self.main.pull()
         self.versions, self.renewed = self.main.versions, True
         self._since = 0
 
@@ -137,7 +137,7 @@ class ServerLinks(BackgroundWork):
     def renew(self) -> None:
         self.finish()
         self._ready = False
-        self.pull(alike=True)
+        self.pull()
         if self.own_steps is not None:
             self.own_steps.restart()
 

@@ -296,7 +296,7 @@ class ServedExchange(Exchange):
         if self._group.rank == 0:
             self.client.ask_all(Message(Kind.AVERAGE, flag=averaged))
         self._group.barrier()
-        self.client.pull(alike=True)
+        self.client.pull()
 
     def state(self) -> Iterable[StatePiece]:
         pieces: list[StatePiece] = []

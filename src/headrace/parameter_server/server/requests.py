@@ -188,8 +188,6 @@ class Requests:
             self._transport.set_version(shard, version)
         if changed:
             self._optimizer.sent(member.worker, changed)
-            if not message.flag:
-                self._layout.forget(member.worker, changed)
         self._counters.answered(member.worker, (), changed, 0.0)
         answer = Message(Kind.ANSWER, message.first, numbers=versions, number=message.number)
         self._reply(member.worker, member.peer, answer, changed)
@@ -331,8 +329,6 @@ class Requests:
             pulled += (shard for shard, new, had in zip(shards, versions, asked.numbers, strict=True) if new != had)
         if pulled:
             self._optimizer.sent(worker, pulled)
-            if asked.kind == Kind.PULL and not asked.flag:
-                self._layout.forget(worker, pulled)
         flag, apart = request.refused.value if request.refused else 0, min(request.apart, MOST_WEIGHT)
         message = Message(Kind.ANSWER, asked.first, flag, asked.lease, apart, numbers=versions, number=asked.number)
         self._transport.release(request.peer, shards)
