@@ -84,8 +84,9 @@ def test_what_is_pushed_to_servers_comes_to_the_host_by_one_copy(tmp_path: Path)
     assert [run["name"] for run in ended.said[0]] == [*names]
     for run in ended.said[0]:
         assert run["apart"] <= 1e-9, run["name"]
-        # In the last step the worker meets the others, and all losses are read.
+        # In the last step the worker meets the others, and all losses are read. What is pulled is waited for by none.
         assert [own[FIRST:-1] for own in run["reads"]] == [[1] * (7 - FIRST)] * 2
+        assert [own[FIRST:-1] for own in run["waits"]] == [[1] * (7 - FIRST)] * 2
 
 
 def test_codecs_send_the_bits_of_cpus(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ class Downpour(ServedStrategy):
             main = opens(places, check)
             return ServerLinks(main, places, self.fetch_every, replica_group, own_steps=own)
         # A connection belongs to one thread, so each thread has its own.
-        fetched = [[torch.empty_like(place, device="cpu") for place in own] for own in places]
+        fetched = [[torch.empty_like(place) for place in own] for own in places]
         pushing = Background(BackgroundThread("push"), opens(fetched, check))
         fetching = Background(BackgroundThread("fetch"), opens(fetched, check, observes=True))
 

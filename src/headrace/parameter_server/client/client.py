@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import InfeasiblePlan, PeerLost, ServerRefused
+from headrace.parameter_server.client.landing import Landing
 from headrace.parameter_server.client.session import ServerConnection, Session
 from headrace.parameter_server.core.events import Reason, RoundMembers
 from headrace.parameter_server.wire import MOST_SHARDS, MOST_TOGETHER, VALUES, Kind, Message, buckets_of, decode
@@ -231,7 +232,7 @@ class _Server:
     def __init__(self, connection: ServerConnection, session: Session, together: bool) -> None:
         self.session, self.layout = session, connection.layout
         self.buckets = [range(len(self.layout))] if together else buckets_of(self.layout)
-        self._places = [place.view(-1).view(torch.uint8) for place in connection.places]
+        self._landing = Landing(connection.places)
         self.versions = [-1] * len(self.layout)
         self._connection = connection
         self.moved = False
@@ -273,10 +274,11 @@ class _Server:
         """
         while self._answers.missing:
             self._await_answer(pulls, until)
-        for shard, place in enumerate(self._places if exact and self.layout.reply_slots is not None else ()):
-            if len(place):
+        for shard in range(len(self._landing)) if exact and self.layout.reply_slots is not None else ():
+            if self.layout.pieces[shard].elements:
                 values = bytearray(self.ask(Message(Kind.STATE, shard, VALUES)))
-                place.copy_(torch.frombuffer(values, dtype=torch.uint8).view_as(place))
+                self._landing.place(shard).copy_(torch.frombuffer(values, dtype=torch.uint8))
+        self._landing.land()
         answers, self._answers = self._answers, _Answers()
         return answers
 
@@ -374,11 +376,11 @@ class _Server:
             if version == self.versions[shard]:
                 continue
             if self.layout.reply_slots is not None:
-                self.layout.decode_reply(shard, self.session.transport.reply_slot(shard), self._places[shard])
+                self.layout.decode_reply(shard, self.session.transport.reply_slot(shard), self._landing.place(shard))
                 self.versions[shard] = version
                 continue
             try:
-                self.versions[shard] = self.session.transport.fetch(shard, self._places[shard])
+                self.versions[shard] = self.session.transport.fetch(shard, self._landing.place(shard))
             except ConnectionError as error:
                 self.session.reconnect(error)
                 self.versions[shard] = -1
