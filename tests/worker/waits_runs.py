@@ -127,11 +127,12 @@ def means(strategy: Strategy, names: Sequence[str] = ("default", "accumulated", 
 
 
 def hybrids(bad: Sequence[int]) -> None:
-    """Runs replicas of two devices each; those that FullySharded divides between replicas lie in host memory."""
+    """Runs replicas of two devices each, and stages whose parts two replicas share."""
     for inner in (hr.Pipeline(2, micro_batches=2), hr.TensorParallel(2)):
         steps(hr.Hybrid(hr.Mirrored(2), inner), ("both", "skip, clip"), bad)
         means(hr.Hybrid(hr.Mirrored(2), inner), ("clip",))
     means(hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2)))
+    steps(hr.Hybrid(hr.FullySharded(2), hr.Pipeline(2, micro_batches=2)), ("both", "skip, clip"), bad)
 
 
 def optimizers(strategy: Strategy) -> None:

@@ -56,7 +56,7 @@ class _Unit:
             stop += length
         first = next(iter(parameters.values()))
         self.trained = first.requires_grad
-        self.own = torch.zeros(stop, dtype=first.dtype)
+        self.own = torch.zeros(stop, dtype=first.dtype, device=first.device)
         self.total = torch.zeros_like(self.own) if self.trained else self.own[:0]
         self.pieces: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
@@ -94,7 +94,8 @@ class _Unit:
 class DividedParameters:
     """Parameters that all ranks of a group hold, and of which each has a part: whole within `gathered` alone.
 
-    Otherwise a parameter keeps its name, shape and type, and reads as NaN.
+    Otherwise a parameter keeps its name, shape and type, and reads as NaN. `carrier` moves what the ranks exchange;
+    None for the memory that they share.
 
     Attributes:
         trained: the names of those that are trained.
@@ -102,7 +103,9 @@ class DividedParameters:
         sums: the sums of all ranks' gradients of the same parts, after `sum_gradients`.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], group: ProcessGroup) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], group: ProcessGroup, carrier: Collective | None = None
+    ) -> None:
         self._group = group
         dense = {name: each for name, each in parameters.items() if is_dense(each)}
         kinds = dict.fromkeys((each.dtype, each.requires_grad) for each in dense.values())
@@ -119,10 +122,11 @@ class DividedParameters:
         self.sums = {name: total for unit in trained for name, total in unit.sums.items()}
         titles = tuple(next(iter(unit.parameters)) for unit in self._units)
         largest = group.world * max((unit.own.nbytes for unit in self._units), default=0)
+        device = next((each.device for each in dense.values()), torch.device("cpu"))
         self._link: UnitLink = (
             SharedLink(group, titles, OwnGradients(), largest)
-            if group.one_memory
-            else CollectiveLink(group, titles, OwnGradients(), group, torch.device("cpu"))
+            if carrier is None and group.one_memory
+            else CollectiveLink(group, titles, OwnGradients(), carrier or group, device)
         )
         self._release()
 
@@ -156,6 +160,7 @@ class DividedParameters:
                 flat = self._link.region(index, world * length, unit.own.dtype)
                 unit.divide(given, flat.view(world, length))
                 self._link.scatter(index, unit.total, flat)
+        self._link.settle()
 
     def _release(self) -> None:
         for unit in self._units:

@@ -206,13 +206,14 @@ class FullySharded(Strategy):
         rank: int,
         context: WorkerContext,
         within: ProcessGroup,
+        carrier: Collective | None,
         mates: Collective | None,
         measured: frozenset[str],
     ) -> Replica:
         """Returns what a rank runs that holds stages of a pipeline; the ranks of `context` hold the same ones.
 
         Of these the ranks `within` divide them, and `mates` hold the same part; `measured` are the names of the
-        parameters whose part no other rank measures.
+        parameters whose part no other rank measures. `carrier` is as in `in_replicas`.
         """
         from headrace.fully_sharded.stages import DividedCompute, DividedExchange, DividedParameters, PartialSums
 
@@ -220,7 +221,7 @@ class FullySharded(Strategy):
         broadcast(context.module, context.device_group() or group)
         whole = _named(context)
         named = dict(context.module.named_parameters())
-        divided = DividedParameters({each.name: named[each.name] for each in held}, within)
+        divided = DividedParameters({each.name: named[each.name] for each in held}, within, carrier)
         segments = [each for each in evenly(held, within.world) if each.owner == within.rank]
         updater = _updater_of(segments, divided.pieces, whole, context)
         used = UsedParameters(group, len(divided.trained))
@@ -230,9 +231,7 @@ class FullySharded(Strategy):
                 f"rank {rank} holds {divided.part_bytes:,} of its stage's {divided.whole_bytes:,} bytes of parameters "
                 f"between rounds, and what the optimizer keeps of them: one part of {within.world}",
             )
-        return Replica(
-            compute, DividedExchange(updater, context.clipper({}, in_host=True), used, divided, measured, mates)
-        )
+        return Replica(compute, DividedExchange(updater, context.clipper({}), used, divided, measured, mates))
 
 
 def _broadcast_parts(module: nn.Module, collective: Collective | None) -> Callable[[Sequence[str]], None]:

@@ -245,21 +245,18 @@ class Hybrid(ServedStrategy):
             own = replace(context, model=inside.model, group=mates, device_group=connected, inside=inside)
         if sharded:
             within, alike = everyone.subgroup(groups.parts), everyone.subgroup(groups.replicas)
-            others: Collective | None = None
-            if outer:
-                # Parts of stages are in host memory.
-                others = alike if pipeline else among(context, alike, groups.replicas)() or alike
+            others: Collective | None = (among(context, alike, groups.replicas)() or alike) if outer else None
+            carrier = among(context, within, groups.parts)()
             if not pipeline:
                 return replace(
-                    sharded.in_replicas(own, within, among(context, within, groups.parts)(), others),
-                    slices=inside.slices if inside else None,
+                    sharded.in_replicas(own, within, carrier, others), slices=inside.slices if inside else None
                 )
             assert inside is not None
             # What several ranks hold is measured by the first of them.
             first = rank - groups.slice
             measured = frozenset(each.parameter for each in plan.segments if each.owner == first)
             measured -= inside.repeated if groups.slice else frozenset()
-            return replace(sharded.over_stages(rank, own, within, others, measured), slices=inside.slices)
+            return replace(sharded.over_stages(rank, own, within, carrier, others, measured), slices=inside.slices)
         assert inside is not None
         if not outer:
             return Replica(
