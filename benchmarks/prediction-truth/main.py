@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from more import more
 from pipelines import gpipe, pipedream, plans, torchgpipe, zero_bubble
 from rows import Row
 from scaling import goyal, horovod, tensorflow
@@ -20,7 +21,7 @@ FOLDER = Path(__file__).resolve().parent
 
 def scaling_rows() -> list[Row]:
     """Returns the rows of the published scaling tables."""
-    return [*tensorflow(), *horovod(), *goyal(), *torchgpipe(), *gpipe(), *pipedream()]
+    return [*tensorflow(), *horovod(), *goyal(), *torchgpipe(), *gpipe(), *pipedream(), *more()]
 
 
 def table(rows: Sequence[Row], digits: int) -> str:
@@ -35,8 +36,18 @@ def table(rows: Sequence[Row], digits: int) -> str:
 
 
 def errors(rows: Sequence[Row]) -> list[float]:
-    """Returns the absolute errors of the counted rows."""
-    return [abs(row.error) for row in rows if row.counted and row.error is not None]
+    """Returns the errors of the counted rows; one that is above 0 was predicted too fast."""
+    return [row.error for row in rows if row.counted and row.error is not None]
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Returns the number of rows, and the median, the worst and the mean of their errors."""
+    found = errors(rows)
+    sizes = [abs(error) for error in found]
+    return (
+        f"{len(found)} rows counted, median error {statistics.median(sizes):.1%}, worst {max(sizes):.1%}, "
+        f"bias {statistics.mean(found):+.1%}"
+    )
 
 
 def main() -> None:
@@ -49,12 +60,9 @@ def main() -> None:
     same = sum(round(row.predicted or 0, 4) == row.published for row in exact)
     print(f"\nZero Bubble: {same} of {len(exact)} rows to 4 decimals\n")
     print(table(scaling, 3))
-    found = errors(scaling)
-    print(f"\nscaling tables: {len(found)} rows counted, median error {statistics.median(found):.1%}", end="")
-    print(f", worst {max(found):.1%}")
+    print(f"\nscaling tables: {summary(scaling)}")
     for name in dict.fromkeys(row.table for row in scaling if row.counted):
-        own = errors([row for row in scaling if row.table == name])
-        print(f"  {name}: {len(own)} rows, median {statistics.median(own):.1%}, worst {max(own):.1%}")
+        print(f"  {name}: {summary([row for row in scaling if row.table == name])}")
     print("\n| case | PipeDream's plan | ours | ms | ms |\n|---|---|---|--:|--:|")
     for case, theirs, ours, theirs_s, ours_s in plan_rows:
         print(f"| {case} | {theirs} | {ours} | {1e3 * theirs_s:.1f} | {1e3 * ours_s:.1f} |")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rows import PUBLISHED, Row, layered
 
 from headrace.pipeline.schedules import SCHEDULES
-from headrace.prediction.simulation.scene import Assumptions
+from headrace.prediction.assumptions import Assumptions
 from headrace.prediction.simulation.simulate import simulate
 from headrace.prediction.simulation.sweep import StageTimes, bubble_rate
 from headrace.spec.cluster import Cluster, Host

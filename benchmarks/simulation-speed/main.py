@@ -20,7 +20,7 @@ FOLDER = Path(__file__).resolve().parent
 
 def asynchronous() -> str:
     """10,000 workers, 100 steps each, 100 servers."""
-    from headrace.prediction.simulation.scene import Assumptions
+    from headrace.prediction.assumptions import Assumptions
     from headrace.prediction.simulation.simulate import simulate
     from headrace.strategies import ParameterServer
 
@@ -31,7 +31,7 @@ def asynchronous() -> str:
 
 def hybrid() -> str:
     """4,096 devices: 64 replicas of 64 stages, 1,000 micro-batches."""
-    from headrace.prediction.simulation.scene import Assumptions
+    from headrace.prediction.assumptions import Assumptions
     from headrace.prediction.simulation.simulate import simulate
     from headrace.strategies import Hybrid, Mirrored, Pipeline
 

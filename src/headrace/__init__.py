@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from headrace.parameter_server.server.optimizer import Remedies
     from headrace.parameter_server.sparse.planning import RowOptions
     from headrace.policies.period import AutoPeriod
+    from headrace.prediction.assumptions import Assumptions
     from headrace.prediction.calibration import calibrate
     from headrace.prediction.recommendation.recommend import Recommendation, recommend
-    from headrace.prediction.simulation.scene import Assumptions
     from headrace.prediction.simulation.simulate import Prediction, simulate
     from headrace.report.trackers.mlflow import MLflow
     from headrace.report.trackers.tensorboard import TensorBoard
@@ -167,7 +167,7 @@ _MODULES = {
     "policies.period": ("AutoPeriod",),
     "prediction.calibration": ("calibrate",),
     "prediction.recommendation.recommend": ("Recommendation", "recommend"),
-    "prediction.simulation.scene": ("Assumptions",),
+    "prediction.assumptions": ("Assumptions",),
     "prediction.simulation.simulate": ("Prediction", "simulate"),
     "report.trackers.mlflow": ("MLflow",),
     "report.trackers.tensorboard": ("TensorBoard",),

@@ -25,7 +25,7 @@ def truth() -> Iterator[Any]:
         yield main
     finally:
         sys.path.remove(folder)
-        for name in ("main", "rows", "scaling", "pipelines"):
+        for name in ("main", "more", "rows", "scaling", "pipelines"):
             sys.modules.pop(name, None)
 
 
@@ -39,12 +39,16 @@ def test_zero_bubbles_rates_to_4_decimals(truth: Any) -> None:
 def test_published_scaling_tables(truth: Any) -> None:
     rows = truth.scaling_rows()
     errors = truth.errors(rows)
-    assert len(errors) == 58
-    assert statistics.median(errors) <= 0.05
-    assert max(errors) <= 0.15
-    # At most one constant a machine type: TensorFlow's two machines, Horovod's cluster and Goyal's.
-    assert sum(row.fitted for row in rows) == 4
+    assert len(errors) == 150
+    assert not any(row.fitted for row in rows)
     assert all(row.missing or row.predicted is not None for row in rows)
+    assert statistics.median(map(abs, errors)) <= 0.04
+    assert abs(statistics.mean(errors)) <= 0.02
+    # The rows of the tables by which the simulator was built; of the others five are above.
+    later = {row.table for row in truth.more()}
+    assert max(map(abs, truth.errors([row for row in rows if row.table not in later]))) <= 0.15
+    assert sum(abs(error) > 0.15 for error in errors) <= 5
+    assert max(map(abs, errors)) <= 0.24
 
 
 def test_pipedreams_plans_or_faster_ones(truth: Any) -> None:

@@ -129,7 +129,7 @@ def test_what_is_refused(load, text: str, says: str) -> None:
 
 def test_a_profile_with_nan_is_refused(tmp_path: Path, load) -> None:
     load(RATE).save(tmp_path / "model.json")
-    text = (tmp_path / "model.json").read_text().replace('"spread": 0.0', '"spread": NaN')
+    text = (tmp_path / "model.json").read_text().replace('"spread": null', '"spread": NaN')
     (tmp_path / "model.json").write_text(text)
     with pytest.raises(UsageError, match="spread of the profile must be a number of at least 0, got nan"):
         ModelSpec.load(tmp_path / "model.json")

@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import median
 
 from headrace.errors import HeadraceError, UsageError
+from headrace.prediction.assumptions import Assumptions
 from headrace.prediction.cloud import cluster_of
 from headrace.prediction.profiling.origin import require_usable
-from headrace.prediction.simulation.scene import Assumptions
 from headrace.prediction.simulation.simulate import Prediction, simulate
 from headrace.report.model.events import attempts, of_kind, read_log
 from headrace.report.model.predicted import PredictedRun

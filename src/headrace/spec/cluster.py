@@ -57,7 +57,7 @@ class Link:
 
     Attributes:
         bytes_per_s: of the line, headers included, while no other link is used.
-        latency_s: of a small message.
+        latency_s: of a small message; 0 where it is not known.
         shared: links of one name divide `bytes_per_s` among those that are used at the same time; "" for none.
     """
 
@@ -78,9 +78,10 @@ class Cluster:
         device: where tensors live, a row of the device table; the first accelerator's, where workers' devices are named
             one by one.
         link_bytes_per_s: bandwidth between two hosts that no link names; 1 Gbit/s is an assumption.
-        link_latency_s: latency between them.
+        link_latency_s: latency between them; 0 where it is not known.
         links: between hosts, as measured or as said.
         trusted: whether accelerators may exchange between hosts by themselves, without encryption.
+        rdma: whether network cards read and write the memory of accelerators (InfiniBand, RoCE, EFA).
 
     Examples:
         >>> cluster = hr.Cluster.load("cluster.toml")
@@ -95,6 +96,7 @@ class Cluster:
     link_latency_s: float = 0.0
     links: tuple[Link, ...] = ()
     trusted: bool = False
+    rdma: bool = False
 
     @property
     def accelerators(self) -> int:

@@ -68,7 +68,8 @@ class ComputeProfile:
         batches: at least one; their sizes ascend.
         optimizer_s: for one update of all parameters.
         fixed_s: of a step, whatever the batch: launches, bookkeeping.
-        spread: standard deviation of a step's time, over its mean.
+        spread: standard deviation of a step's time, over its mean; None where it is not known.
+        varied: whether examples differ in length, so that batches of as many do not take the same time.
         device: that it was measured on, as text.
         accumulate_s: for adding the gradients of all parameters to those of an earlier micro-batch.
         crowd, crowding: so many workers of the host that train side by side, and share its caches and its memory, each
@@ -78,12 +79,13 @@ class ComputeProfile:
     batches: tuple[BatchProfile, ...]
     optimizer_s: float = 0.0
     fixed_s: float = 0.0
-    spread: float = 0.0
+    spread: float | None = None
     device: str = ""
     threads: int = 0
     crowd: int = 1
     crowding: float = 1.0
     accumulate_s: float = 0.0
+    varied: bool = False
 
     def __post_init__(self) -> None:
         _check_figures(self, "the profile")

@@ -15,11 +15,11 @@ from headrace.cli import run
 from headrace.cli.commands.recommend import _needed, seconds_of
 from headrace.cli.jobfile import load_job
 from headrace.errors import InfeasiblePlan, UsageError
+from headrace.prediction.assumptions import Assumptions
 from headrace.prediction.recommendation.candidates import call_text, candidates, counts
 from headrace.prediction.recommendation.offers import Goal, Offer, Pruned, Question, search
 from headrace.prediction.recommendation.page import write_page
 from headrace.prediction.recommendation.recommend import Recommendation, knee, recommend
-from headrace.prediction.simulation.scene import Assumptions
 from headrace.prediction.simulation.simulate import simulate
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.compute import BatchProfile, ComputeProfile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from headrace.prediction.simulation.network import Network
 from headrace.prediction.simulation.served import Line, VirtualClock
 from headrace.prediction.simulation.sweep import StageTimes, bubble_rate, program, sweep
 from headrace.spec.cluster import Cluster, Host, Link
-from prediction.simulation.scenes import gpus
+from prediction.simulation.scenes import EXACT, gpus
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
@@ -57,13 +58,13 @@ def test_zb_h2_holds_no_more_than_it_says() -> None:
 
 
 def test_all_reduce_takes_what_its_algorithm_says() -> None:
-    hosts, network = gpus(8).hosts, Network(gpus(8))
+    hosts, network = gpus(8).hosts, Network(gpus(8), EXACT)
     size = 800_000_000
     assert network.all_reduce(hosts, "ring").seconds(size) == pytest.approx(2 * 7 / 8 * 0.8)
     assert network.all_reduce(hosts, "tree").seconds(size) == pytest.approx(2 * 3 * 0.8)
     assert network.all_reduce(hosts, "halving_doubling").seconds(size) == pytest.approx(2 * 7 / 8 * 0.8)
     assert network.all_reduce(hosts[:3], "halving_doubling").seconds(size) == pytest.approx((1 + 2) * 0.8)
-    late = Network(Cluster(hosts, device="cuda", link_bytes_per_s=1e9, link_latency_s=0.01))
+    late = Network(Cluster(hosts, device="cuda", link_bytes_per_s=1e9, link_latency_s=0.01), EXACT)
     assert late.all_reduce(hosts, "ring").seconds(8) == pytest.approx(14 * 0.01)
     assert late.all_reduce(hosts, "halving_doubling").seconds(8) == pytest.approx(6 * 0.01)
     assert network.all_reduce(hosts[:1]).seconds(size) == 0
@@ -72,17 +73,17 @@ def test_all_reduce_takes_what_its_algorithm_says() -> None:
 def test_a_host_adds_up_inside_before_it_sends() -> None:
     cluster = gpus(2, 4)
     workers = [host for host in cluster.hosts for _ in range(4)]
-    network = Network(cluster, share=0.5)
+    network = Network(cluster, replace(EXACT, network_share=0.5, algorithm="hierarchical"))
     inside = 2 * 3 / 4 * 1e9 / 10e9
-    assert network.all_reduce(workers).seconds(1e9) == pytest.approx(inside + 1e9 / 0.5e9)
-    assert network.all_reduce(workers[:4]).seconds(1e9) == pytest.approx(inside)
+    assert network.all_reduce(workers, "hierarchical").seconds(1e9) == pytest.approx(inside + 1e9 / 0.5e9)
+    assert network.all_reduce(workers[:4], "ring").seconds(1e9) == pytest.approx(inside)
 
 
 def test_links_that_share_a_switch_divide_it() -> None:
     hosts = tuple(Host(name, 1, 1) for name in "abc")
     pairs = [("a", "b"), ("b", "c"), ("c", "a")]
     links = tuple(Link(*pair, 3e9, 0.0, "switch") for one in pairs for pair in (one, one[::-1]))
-    way = Network(Cluster(hosts, links=links)).all_reduce(hosts, "ring")
+    way = Network(Cluster(hosts, links=links), replace(EXACT, network_share=1.0)).all_reduce(hosts, "ring")
     assert way.seconds(3e9) == pytest.approx(2 * 2 / 3 * 3)
 
 

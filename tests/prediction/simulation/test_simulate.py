@@ -11,8 +11,8 @@ import pytest
 
 import headrace as hr
 from headrace.errors import InfeasiblePlan, UnfitMachine, UsageError
+from headrace.prediction.assumptions import Assumptions
 from headrace.prediction.simulation.memory import device_bytes
-from headrace.prediction.simulation.scene import Assumptions
 from headrace.prediction.simulation.simulate import scene_of
 from headrace.report.model.summary import summarize
 from headrace.spec.cluster import Cluster, Host, Link
@@ -231,7 +231,9 @@ def test_threads_that_a_host_lacks_make_cpu_workers_slower() -> None:
 def test_operations_and_a_devices_speed_are_enough() -> None:
     known = ModelSpec(model().parameters, flops_per_example=1e9)
     cluster = replace(gpus(1), hosts=(replace(gpus(1).hosts[0], device_flops=1e12),))
-    assert run(hr.OneDevice(), cluster, model=known, examples=10).step_s == pytest.approx(0.030)
+    assert run(
+        hr.OneDevice(), cluster, model=known, examples=10, assumptions=replace(QUICK, spread=0.0)
+    ).step_s == pytest.approx(0.030)
     with pytest.raises(UsageError, match=r"host h0 does not say device_tflops"):
         run(hr.OneDevice(), gpus(1), model=known, examples=10)
 

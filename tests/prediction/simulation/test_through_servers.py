@@ -12,7 +12,7 @@ import torch
 
 import headrace as hr
 from headrace.errors import UsageError
-from headrace.prediction.simulation.scene import Assumptions
+from headrace.prediction.assumptions import Assumptions
 from headrace.prediction.simulation.simulate import Prediction, simulate
 from headrace.report.model.events import read_log
 from headrace.spec.cluster import Cluster

@@ -18,8 +18,8 @@ from headrace.api.run_directory import TemporaryRunDir
 from headrace.engine.threads import ThreadEngine
 from headrace.errors import HeadraceError, UsageError
 from headrace.machine import disk
+from headrace.prediction.assumptions import Assumptions
 from headrace.prediction.rehearsal.recorded import Record, read_record
-from headrace.prediction.simulation.scene import Assumptions
 from headrace.spec.cluster import Cluster
 from headrace.spec.events import LAUNCHER
 from headrace.spec.job import Job

@@ -17,6 +17,7 @@ from headrace.errors import InfeasiblePlan, UsageError
 from headrace.machine.identity import host_name, versions
 from headrace.machine.resources import cores, spare_memory_bytes
 from headrace.policies.behaviour import ServerTerms
+from headrace.prediction.assumptions import Assumptions
 from headrace.prediction.cloud import cluster_of
 from headrace.prediction.profiling.origin import require_origin, require_usable
 from headrace.prediction.rehearsal.lockstep import Times, rehearse_in_turns, times_of, times_recorded
@@ -26,7 +27,7 @@ from headrace.prediction.rehearsal.served import OrderSource, ServedRehearsal
 from headrace.prediction.rehearsal.simulated import SimulatedOrder
 from headrace.prediction.simulation.behaviour import behave, device_steps
 from headrace.prediction.simulation.event_files import plan_of
-from headrace.prediction.simulation.scene import Assumptions, Scene
+from headrace.prediction.simulation.scene import Scene
 from headrace.prediction.simulation.simulate import counted, scene_of
 from headrace.prediction.virtual_events import VirtualEvents
 from headrace.report.format import byte_count, plural

@@ -112,8 +112,8 @@ def _lines(name: str, model: ModelSpec) -> Iterator[str]:
     yield from wrapped(
         f"A step of {top.examples} examples: forward {duration(top.forward_s)}, backward {duration(top.backward_s)}, "
         f"the update {duration(compute.optimizer_s)}, everything else {duration(compute.fixed_s)}; its time deviates "
-        f"by {percent(compute.spread)}. Each micro-batch after the first takes {duration(compute.accumulate_s)} more, "
-        "to add its gradients."
+        f"by {percent(compute.spread or 0.0)}. Each micro-batch after the first takes "
+        f"{duration(compute.accumulate_s)} more, to add its gradients."
     )
     if model.flops_per_example:
         rate = top.examples * model.flops_per_example / top.forward_s

@@ -29,7 +29,7 @@ from headrace.report.format import byte_count, clean, duration, percent, plural,
 if TYPE_CHECKING:
     from headrace.api.rehearsal.rehearse import Rehearsal
     from headrace.api.run import Run
-    from headrace.prediction.simulation.scene import Assumptions
+    from headrace.prediction.assumptions import Assumptions
     from headrace.prediction.simulation.simulate import Prediction
 
 _REHEARSALS = """
@@ -77,6 +77,7 @@ def simulate(
     strategy: StrategyOption = "mirrored",
     workers: VirtualWorkersOption = None,
     global_batch_size: BatchSizeOption = None,
+    accumulate: Annotated[int, option("--accumulate", "Micro-batches of a worker's share, one by one.", min=1)] = 1,
     assume: AssumeOption = None,
     run_dir: Annotated[Path | None, option("--run-dir DIR", "Write the events there, for `headrace report`.")] = None,
     force: ForceOption = False,
@@ -95,6 +96,7 @@ def simulate(
         cluster,
         resolved(strategy, workers),
         global_batch_size=global_batch_size,
+        accumulate=accumulate,
         assumptions=assumptions_of(assume or ()),
         run_dir=run_dir,
         force=force,
@@ -161,7 +163,7 @@ def assumptions_of(settings: Sequence[str]) -> Assumptions | None:
         UsageError: there is no such assumption, or its value is not a Python literal.
     """
     # Lazily: it imports numpy.
-    from headrace.prediction.simulation.scene import Assumptions
+    from headrace.prediction.assumptions import Assumptions
 
     known = [field.name for field in fields(Assumptions)]
     values: dict[str, Any] = {}
@@ -213,7 +215,8 @@ def _text(prediction: Prediction, run_dir: Path | None) -> str:
         ("simulated", f"{prediction.strategy.name}, {devices}{servers}"),
         ("step", f"{prediction.global_batch_size} examples in {duration(prediction.step_s)}"),
         ("throughput", f"{short(prediction.examples_per_s)} examples/s"),
-        ("speed-up", f"{prediction.speed_up:.2f}, {percent(prediction.efficiency)} of so many devices alone"),
+        ("speed-up", f"{prediction.speed_up:.2f} over one device with the same batch"),
+        ("efficiency", f"{percent(prediction.efficiency)} of so many devices that each work alone"),
         ("time", ", ".join(f"{name} {percent(share)}" for name, share in prediction.shares.items())),
         ("bottleneck", prediction.bottleneck),
         ("moved", f"{byte_count(prediction.moved_bytes)} a step and worker, sent and received"),
@@ -229,10 +232,10 @@ def _text(prediction: Prediction, run_dir: Path | None) -> str:
         rows.append(
             ("", f"save every {duration(failing.save_every_s)}; then {failing.useful:.1%} of the time is useful")
         )
-    rows += [("note", note) for note in prediction.notes]
-    if run_dir is not None:
-        rows.append(("run dir", str(run_dir)))
-    return "\n".join(f"{name:<12}{value}" for name, value in rows)
+    lines = [f"{name:<12}{value}" for name, value in rows]
+    for note in prediction.notes:
+        lines += wrapped(note, "note        ", " " * 12)
+    return "\n".join([*lines, *[f"{'run dir':<12}{run_dir}"] * (run_dir is not None)])
 
 
 def _rehearsal_plain(rehearsal: Rehearsal) -> dict[str, Any]:

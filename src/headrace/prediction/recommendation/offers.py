@@ -9,12 +9,13 @@ from typing import Any
 
 from headrace.errors import HeadraceError, InfeasiblePlan, UsageError
 from headrace.policies.behaviour import Stages
+from headrace.prediction.assumptions import Assumptions
 from headrace.prediction.recommendation.bounds import least_step_s
 from headrace.prediction.recommendation.candidates import Candidate
 from headrace.prediction.simulation.behaviour import behave
 from headrace.prediction.simulation.failures import reliability
 from headrace.prediction.simulation.memory import device_bytes, require_fit
-from headrace.prediction.simulation.scene import Assumptions, Scene
+from headrace.prediction.simulation.scene import Scene
 from headrace.prediction.simulation.simulate import Prediction, predicted, scene_of
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec

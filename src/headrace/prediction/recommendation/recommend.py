@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from headrace.errors import InfeasiblePlan, UsageError
+from headrace.prediction.assumptions import Assumptions
 from headrace.prediction.cloud import cluster_of
 from headrace.prediction.plausibility import doubtful_units
 from headrace.prediction.profiling.origin import require_usable
@@ -23,7 +24,6 @@ from headrace.prediction.recommendation.offers import (
     search,
     with_band,
 )
-from headrace.prediction.simulation.scene import Assumptions
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 

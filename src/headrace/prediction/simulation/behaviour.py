@@ -54,7 +54,7 @@ def device_steps(scene: Scene, by_speed: bool = False) -> list[DeviceStep]:
 
 
 def _coded(way: Way, sent: float) -> Way:
-    return replace(way, s_per_byte=way.s_per_byte * sent, moved=way.moved * sent)
+    return way.part(sent)
 
 
 def _rounds_between(scene: Scene) -> int:
@@ -138,7 +138,7 @@ def _sliced(scene: Scene) -> Timeline:
     firsts = scene.hosts[::devices]
     side_by_side = sum(host.name == firsts[0].name for host in scene.hosts[:devices])
     way = scene.network.all_reduce(firsts, scene.assumptions.algorithm, side_by_side)
-    of_slice = replace(way, s_per_byte=way.s_per_byte / devices, moved=way.moved / devices)
+    of_slice = way.part(1 / devices)
     alone = replace(scene, hosts=firsts)
     if every > 1:
         return on_devices(averaging(alone, steps, of_slice, every, 0), devices)

@@ -51,18 +51,35 @@ def synchronous(scene: Scene, steps: Sequence[DeviceStep], way: Way, overlap: bo
     times = replica_steps(scene, steps)
     computed = times.forward_s + times.backward_s
     size = scene.model.trainable_bytes
-    done = computed.max(axis=1) + way.seconds(size)
+    slowest, sent_s = computed.max(axis=1), way.seconds(size)
+    done = slowest + sent_s
     if overlap and way.moved:
-        done = np.zeros(len(computed))
+        # Gradients leave while backward of the last micro-batch runs.
+        last = 1 / max(1, scene.accumulate)
+        done, sent_s = np.zeros(len(computed)), 0.0
         for share, part_bytes in buckets(scene.model, *_bucket_bytes(scene)):
-            ready = (times.forward_s + share * times.backward_s).max(axis=1)
+            ready = (computed - (1 - share) * last * times.backward_s).max(axis=1)
             done = np.maximum(done, ready) + way.seconds(part_bytes)
-        done = np.maximum(done, computed.max(axis=1))
+            sent_s += way.seconds(part_bytes)
+        done = np.maximum(done, slowest)
+    if way.moved and scene.cluster.device != HOST:
+        done = done + _memory_s(scene, way, size, np.maximum(0.0, slowest + sent_s - done))
     update_s = times.update_s / parts
     ended = np.cumsum(done + update_s.max(axis=1))
     exchange_s = done[:, None] - computed
     timeline = of_rounds(np.broadcast_to(ended[:, None], computed.shape), computed, exchange_s, update_s)
     return replace(timeline, moved_bytes=2 * way.moved * size)
+
+
+def _memory_s(scene: Scene, way: Way, size: int, hidden_s: Seconds) -> Seconds:
+    """Returns what gradients cost a device beside their way: its memory carries them, too.
+
+    They are copied to buckets, read once and written once. What is sent while backward runs is read, added to what is
+    there and written, and backward waits for the memory meanwhile.
+    """
+    rate = scene.assumptions.memory_bytes_per_s
+    taken = min(1.0, 3 * way.moved / way.s_per_byte / rate) if way.s_per_byte else 0.0
+    return 2 * size / rate + taken * hidden_s
 
 
 def buckets(model: ModelSpec, first_bytes: int, most_bytes: int) -> list[tuple[float, int]]:

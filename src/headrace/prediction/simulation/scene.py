@@ -4,100 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.devices import HOST
-from headrace.errors import InfeasiblePlan, UnknownName, UsageError
+from headrace.errors import InfeasiblePlan, UsageError
 from headrace.pipeline.schedules import SCHEDULES
 from headrace.pipeline.schedules.schedule import PipelineSchedule
 from headrace.policies.behaviour import Behaviour, Stages
 from headrace.policies.roles import split, threads_per_worker
-from headrace.prediction.simulation.network import ALGORITHMS, Network
+from headrace.prediction.assumptions import SPREAD, VARIED_SPREAD, Assumptions
+from headrace.prediction.simulation.network import Network
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.compute import BatchProfile, LayerSpec
 from headrace.spec.model import ModelSpec
 
 Seconds = NDArray[np.float64]
-
-_WHOLE = ("steps", "seed", "bucket_bytes")
-_MOST_SPREAD = 10.0
-_PAYLOAD = 1448 / 1514
-"""The part of a full packet of 1500 bytes that is not a header of Ethernet, IP, or TCP with timestamps."""
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """What a simulation assumes where neither the model's nor the cluster's file says it.
-
-    Attributes:
-        steps: rounds that are simulated.
-        spread: standard deviation of a step's computing time over its mean; None for the profile's.
-        slow_share, slow_factor: so many of the steps of a worker take so many times as long (stragglers).
-        network_share: the part of a link's bytes/s that gradients and parameters attain: 0.9 is common, and 0.3 to 0.6
-            on fast Ethernet without RDMA. None for what packets' headers leave between CPU hosts, and for all of it
-            between hosts with devices.
-        algorithm: of an all-reduce: a key of `ALGORITHMS`, or "auto".
-        bucket_bytes: of the gradients that are exchanged while backward runs; None for the runtime's.
-        apply_bytes_per_s: at which a server adds a gradient to its parameters.
-        input_gradient_share: the part of a backward pass that makes the gradient of the input, where a schedule does
-            both parts apart.
-        checkpoint_s, restart_s: how long a checkpoint stops the run, and how long it takes to begin again.
-        seed: of the random numbers: the same seed, the same result.
-
-    Raises:
-        UsageError: a number is out of its range, or there is no such algorithm.
-
-    Examples:
-        >>> stragglers = hr.Assumptions(steps=20, slow_share=0.1, slow_factor=3.0)
-        >>> predicted = hr.simulate("model.toml", "cluster.toml", hr.Mirrored(workers=16), assumptions=stragglers)
-        >>> predicted.efficiency < 0.9
-        True
-    """
-
-    steps: int = 100
-    seed: int = 0
-    spread: float | None = None
-    slow_share: float = 0.0
-    slow_factor: float = 1.0
-    network_share: float | None = None
-    algorithm: str = "auto"
-    bucket_bytes: int | None = None
-    apply_bytes_per_s: float = 5e9
-    input_gradient_share: float = 0.5
-    checkpoint_s: float = 5.0
-    restart_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name == "algorithm" or (value is None and each.default is None):
-                continue
-            kind, what = (Integral, "a whole number") if each.name in _WHOLE else (Real, "a number")
-            is_number = isinstance(value, kind) and not isinstance(value, bool)
-            if not is_number or not 0 <= value < math.inf:
-                raise UsageError(f"{each.name} must be {what} of at least 0, got {value!r}")
-        if (self.spread or 0) > _MOST_SPREAD:
-            raise UsageError(f"spread is a part of the mean, at most {_MOST_SPREAD:g}, got {self.spread!r}")
-        for name in ("slow_share", "network_share", "input_gradient_share"):
-            if (getattr(self, name) or 0) > 1:
-                raise UsageError(f"{name} is a part of the whole, at most 1, got {getattr(self, name)!r}")
-        for name in ("steps", "network_share", "apply_bytes_per_s"):
-            if getattr(self, name) == 0:
-                raise UsageError(f"{name} must be above 0")
-        if self.algorithm not in ("auto", *ALGORITHMS):
-            raise UnknownName("all-reduce algorithm", self.algorithm, ("auto", *ALGORITHMS))
-
-    def share_of_link(self, device: str) -> float:
-        """Returns `network_share`, or what it is where it is None."""
-        if self.network_share is not None:
-            return self.network_share
-        return _PAYLOAD if device == HOST else 1.0
 
 
 @dataclass(frozen=True)
@@ -162,7 +88,7 @@ class Scene:
     @cached_property
     def network(self) -> Network:
         """The links between the hosts."""
-        return Network(self.cluster, self.assumptions.share_of_link(self.cluster.device))
+        return Network(self.cluster, self.assumptions)
 
     @cached_property
     def crowds(self) -> Counter[str]:
@@ -205,7 +131,7 @@ class Scene:
         profile = self.model.compute
         if profile is None:
             batch = self._from_operations(host, examples)
-            return DeviceStep(batch.forward_s, batch.backward_s, 0.0, 0.0)
+            return DeviceStep(batch.forward_s, batch.backward_s, self._update_s(), 0.0)
         slower = self._crowding(host) / host.speed
         pieces = min(self.accumulate, examples)
         batch = profile.at(-(-examples // pieces))
@@ -225,6 +151,11 @@ class Scene:
             slower * each for each in (profile.optimizer_s, profile.fixed_s, profile.accumulate_s)
         )
         return DeviceStep(forward_s, backward_s + (pieces - 1) * adding_s, update_s, fixed_s, adding_s, layers)
+
+    def _update_s(self) -> float:
+        """Returns what an optimizer takes to read and write all that it keeps, and to read the gradients."""
+        touched = (2 * self.model.copies - 1) * self.model.trainable_bytes
+        return 0.0 if self.cluster.device == HOST else touched / self.assumptions.memory_bytes_per_s
 
     def _crowding(self, host: Host) -> float:
         """Returns how many times slower a CPU worker is that has fewer threads than the profile had, and neighbours."""
@@ -249,9 +180,7 @@ class Scene:
 
     def variation(self, rounds: int, workers: int, stream: int = 0) -> Seconds:
         """Returns by how much each step of each worker takes longer than on average, (rounds, workers)."""
-        assumed = self.assumptions
-        profile = self.model.compute
-        spread = assumed.spread if assumed.spread is not None else (profile.spread if profile else 0.0)
+        assumed, spread = self.assumptions, spread_of(self.model, self.assumptions)
         random = np.random.default_rng([assumed.seed, stream])
         sigma = math.sqrt(math.log1p(spread**2))
         factors: Seconds = np.ones((rounds, workers))
@@ -262,6 +191,16 @@ class Scene:
                 np.where(random.random((rounds, workers)) < assumed.slow_share, assumed.slow_factor, 1.0) * factors
             )
         return factors
+
+
+def spread_of(model: ModelSpec, assumed: Assumptions) -> float:
+    """Returns the standard deviation of a step's time over its mean: as assumed, as measured, or a usual one."""
+    profile = model.compute
+    if assumed.spread is not None:
+        return assumed.spread
+    if profile is None or profile.spread is None:
+        return VARIED_SPREAD if profile and profile.varied else SPREAD
+    return profile.spread
 
 
 def place(cluster: Cluster, workers: int, servers: int) -> tuple[tuple[Host, ...], tuple[Host, ...]]:

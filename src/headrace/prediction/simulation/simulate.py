@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,18 +12,20 @@ import numpy as np
 
 from headrace.devices import HOST
 from headrace.errors import InfeasiblePlan, UsageError
+from headrace.policies.behaviour import Behaviour
+from headrace.prediction.assumptions import FASTEST_TCP_BYTES_PER_S, Assumptions
 from headrace.prediction.cloud import cluster_of
 from headrace.prediction.plausibility import doubtful_units
 from headrace.prediction.profiling.origin import require_usable
 from headrace.prediction.simulation.behaviour import behave
 from headrace.prediction.simulation.event_files import write
 from headrace.prediction.simulation.failures import Reliability, reliability
-from headrace.prediction.simulation.memory import device_bytes, require_fit, server_bytes
-from headrace.prediction.simulation.scene import Assumptions, Scene, place
+from headrace.prediction.simulation.memory import device_bytes, limit_bytes, require_fit, server_bytes
+from headrace.prediction.simulation.scene import Scene, place, spread_of
 from headrace.prediction.simulation.timeline import Timeline
-from headrace.report.format import plural
+from headrace.report.format import percent, plural
 from headrace.report.model.predicted import PredictedRun
-from headrace.spec.cluster import Cluster
+from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import require_count
 from headrace.strategies import Strategy, resolve
@@ -46,6 +49,7 @@ class Prediction:
         shares: where the devices' time goes: the name of a part to its share of 1.
         moved_bytes: that a worker sends and receives in a step.
         memory_bytes: that the fullest worker holds, without the runtime itself; `server_bytes` of a server.
+        speed_up: examples a second, over those of one device that works alone on the whole batch.
         efficiency: examples a second, over those of as many devices that each work alone on their part of a batch.
         reliability: what failures do; None if the hosts never fail.
         notes: what was assumed, and what a reader must know.
@@ -63,6 +67,7 @@ class Prediction:
     global_batch_size: int
     step_s: float
     examples_per_s: float
+    speed_up: float
     efficiency: float
     shares: Mapping[str, float]
     bottleneck: str
@@ -77,11 +82,6 @@ class Prediction:
     def useful_examples_per_s(self) -> float:
         """Examples a second that count, after what failures cost."""
         return self.examples_per_s * (self.reliability.useful if self.reliability else 1.0)
-
-    @property
-    def speed_up(self) -> float:
-        """Over one device that works alone on such a part of a batch; over their mean where they differ."""
-        return self.efficiency * self.workers
 
     def save(self, run_dir: Path | str) -> None:
         """Keeps it in the directory of a run, whose report then shows it beside what was measured.
@@ -224,6 +224,7 @@ def predicted(strategy: Strategy, scene: Scene, timeline: Timeline, needed: int)
         global_batch_size=scene.examples,
         step_s=scene.examples / rate,
         examples_per_s=rate,
+        speed_up=rate * _alone_s(scene) / scene.examples,
         efficiency=rate / apart,
         shares=shares,
         bottleneck=bottleneck(shares, timeline.server_busy),
@@ -231,9 +232,53 @@ def predicted(strategy: Strategy, scene: Scene, timeline: Timeline, needed: int)
         memory_bytes=needed,
         server_bytes=server_bytes(scene) if scene.servers else 0,
         reliability=reliability(list(used.values()), assumed.checkpoint_s, assumed.restart_s),
-        notes=timeline.notes,
+        notes=(*timeline.notes, *assumed_notes(scene)),
         timeline=timeline,
     )
+
+
+def _alone_s(scene: Scene) -> float:
+    """Returns what a step of the whole batch takes one device that works alone; of their mean speed where they differ.
+
+    What does not fit its memory at once is as many micro-batches as the replicas have together.
+    """
+    rates = []
+    for host in {host.name: host for host in scene.hosts}.values():
+        alone = replace(scene, hosts=(host,), behaviour=Behaviour(), accumulate=1)
+        limit = limit_bytes(host, alone)
+        if limit and device_bytes(alone) > limit:
+            alone = replace(alone, accumulate=scene.accumulate * scene.replicas)
+        rates.append(1 / alone.step(host, scene.examples).total_s)
+    return len(rates) / sum(rates)
+
+
+def assumed_notes(scene: Scene) -> tuple[str, ...]:
+    """Returns a note of what the prediction depends on and nobody has said, with its values, or none."""
+    assumed, cluster, said = scene.assumptions, scene.cluster, []
+    profile, device = scene.model.compute, cluster.device
+    if assumed.spread is None and (profile is None or profile.spread is None):
+        said.append(f"steps that vary by {percent(spread_of(scene.model, assumed))} (spread)")
+    counts = Counter(host.name for host in (*scene.hosts, *scene.servers))
+    if scene.behaviour.exchange is None and scene.behaviour.division is None:
+        counts = Counter()
+    if max(counts.values(), default=0) > 1:
+        if any(host.bus_bytes_per_s == Host.bus_bytes_per_s for host in scene.hosts):
+            said.append(f"{Host.bus_bytes_per_s / 1e9:g} GB/s inside a host (bus_gb_per_s)")
+        elif device != HOST and assumed.bus_share is None:
+            said.append(f"{percent(assumed.share_of_bus(device))} of a host's bus (bus_share)")
+    if len(counts) > 1 and not cluster.links:
+        rate = cluster.link_bytes_per_s
+        if rate == Cluster.link_bytes_per_s:
+            said.append("1 Gbit/s between hosts, which [network] changes")
+        if not cluster.link_latency_s and assumed.latency_s is None:
+            said.append(f"a latency of {1e6 * assumed.latency_of_link(device):g} us (latency_ms)")
+        if device != HOST and not cluster.rdma and assumed.tcp_bytes_per_s < rate <= FASTEST_TCP_BYTES_PER_S:
+            said.append(
+                f"{assumed.tcp_bytes_per_s * 8 / 1e9:g} Gbit/s at most by TCP, where [network] has no rdma = true"
+            )
+    if device != HOST and len(scene.hosts) > 1:
+        said.append(f"{assumed.memory_bytes_per_s / 1e9:g} GB/s of a device's memory (memory_bytes_per_s)")
+    return (f"assumed: {'; '.join(said)}",) if said else ()
 
 
 def where_time_goes(timeline: Timeline) -> dict[str, float]:

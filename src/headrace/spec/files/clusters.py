@@ -11,7 +11,7 @@ from typing import Any
 from headrace.devices import GPU, HOST, check_name
 from headrace.errors import UnknownName, UsageError
 from headrace.spec.cluster import Cluster, Host, Link
-from headrace.spec.files.tables import check_keys, number, read_toml, tables, text, whole
+from headrace.spec.files.tables import check_keys, flag, number, read_toml, tables, text, whole
 
 
 def read(path: Path | str) -> Cluster:
@@ -26,8 +26,9 @@ def read(path: Path | str) -> Cluster:
 def text_of(cluster: Cluster) -> str:
     """Returns the text that `read` reads."""
     lines = [f"device = {_text(cluster.device)}"]
-    if (cluster.link_bytes_per_s, cluster.link_latency_s) != (Cluster.link_bytes_per_s, Cluster.link_latency_s):
-        lines += ["", "[network]", *_rates(cluster.link_bytes_per_s, cluster.link_latency_s)]
+    rates = cluster.link_bytes_per_s, cluster.link_latency_s
+    if rates != (Cluster.link_bytes_per_s, Cluster.link_latency_s) or cluster.rdma:
+        lines += ["", "[network]", *_rates(*rates), *["rdma = true"] * cluster.rdma]
     for host in cluster.hosts:
         lines += ["", "[[hosts]]", f"name = {_text(host.name)}"]
         lines += [f"address = {_text(host.address)}"] * bool(host.address)
@@ -96,8 +97,9 @@ def _cluster(document: Mapping[str, Any]) -> Cluster:
     network = document["network"]
     if not isinstance(network, dict):
         raise UsageError("network must be a table, [network]")
-    check_keys(network, _RATES, "network")
-    return Cluster(hosts, None, device, *_rate_and_latency(network, "network"), links=links)
+    check_keys(network, (*_RATES, "rdma"), "network")
+    rdma = flag(network, "rdma", "network")
+    return Cluster(hosts, None, device, *_rate_and_latency(network, "network"), links=links, rdma=rdma)
 
 
 def _hosts(item: Mapping[str, Any], where: str, device: str) -> list[Host]:

@@ -9,14 +9,14 @@ from typing import Any
 
 from headrace.errors import UnknownName, UsageError
 from headrace.spec.compute import BatchProfile, ComputeProfile, LayerSpec
-from headrace.spec.files.tables import check_keys, number, read_json, read_toml, tables, text, whole
+from headrace.spec.files.tables import check_keys, flag, number, read_json, read_toml, tables, text, whole
 from headrace.spec.model import ITEM_BYTES, ModelSpec, ParameterSpec
 from headrace.spec.plain import from_plain
 
 _STEP = ("batch_size", "examples_per_s", "forward_ms", "backward_ms", "activation_mb")
 _LAYER = ("name", "parameters", "parameter_mb", "forward_ms", "backward_ms", "crossing_mb", "activation_mb")
 _SIZES = ("parameters", "parameter_mb")
-_FIXED = ("optimizer_ms", "fixed_ms", "accumulate_ms", "spread", "device")
+_FIXED = ("optimizer_ms", "fixed_ms", "accumulate_ms", "spread", "varied_lengths", "device")
 _MODEL = ("name", "dtype", "copies", "flops_per_example", *_SIZES, *_STEP, *_FIXED, "measured", "layers")
 # Far above what there is: 100 trillion parameters, or 1 EFLOP for an example.
 _MOST_PARAMETERS, _MOST_FLOPS = 1e14, 1e18
@@ -88,8 +88,12 @@ def _compute(document: Mapping[str, Any], named: list[ParameterSpec]) -> Compute
     if not batches:
         return None
     batches.sort(key=lambda batch: batch.examples)
-    spread, device = number(document, "spread", "", 0.0, most=10.0), text(document, "device", "", "")
-    return ComputeProfile(tuple(batches), optimizer_s, fixed_s, spread, device, accumulate_s=accumulate_s)
+    spread = number(document, "spread", "", most=10.0) if "spread" in document else None
+    varied = flag(document, "varied_lengths", "")
+    device = text(document, "device", "", "")
+    return ComputeProfile(
+        tuple(batches), optimizer_s, fixed_s, spread, device, accumulate_s=accumulate_s, varied=varied
+    )
 
 
 def _own_batch(document: Mapping[str, Any], named: list[ParameterSpec], besides_s: float) -> BatchProfile | None:

@@ -58,6 +58,14 @@ def text(item: Mapping[str, Any], key: str, where: str, default: str | None = No
     return value
 
 
+def flag(item: Mapping[str, Any], key: str, where: str) -> bool:
+    """Returns whether a key is true; one that is not given is false."""
+    value = item.get(key, False)
+    if not isinstance(value, bool):
+        raise _wrong(item, key, where, "true or false")
+    return value
+
+
 def number(
     item: Mapping[str, Any],
     key: str,
