@@ -107,6 +107,20 @@ def test_one_mirror_for_all_gives_the_bits_of_many(tmp_path: Path) -> None:
         assert rehearsed.run.metrics == trained.metrics
 
 
+@pytest.mark.slow
+def test_hooks_of_parameters_act_in_a_rehearsal(tmp_path: Path) -> None:
+    given = job(model=_hooked)
+    hr.fit(given, hr.Mirrored(workers=3), device="cpu", run_dir=tmp_path / "real", checkpoints=False)
+    hr.rehearse(given, from_run=tmp_path / "real", run_dir=tmp_path / "again")
+    assert equal(model_of(tmp_path / "real"), model_of(tmp_path / "again"))
+
+
+def _hooked() -> nn.Module:
+    module = nn.Linear(8, 3)
+    module.weight.register_hook(lambda gradient: gradient * 0.25)
+    return module
+
+
 def _normed() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
 

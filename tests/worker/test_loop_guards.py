@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import weakref
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -191,6 +192,24 @@ def test_verbs_out_of_order_are_refused(loop: Loop, message: str, strategy: hr.S
 def stepping(worker: hr.Worker) -> None:
     for batch in worker.batches():
         worker.step(batch)
+
+
+def test_a_step_lets_go_of_its_output() -> None:
+    left: list[bool] = []
+
+    def kept(places: list[weakref.ref[torch.Tensor]], module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        places.append(weakref.ref(output))
+
+    def looking(worker: hr.Worker) -> None:
+        places: list[weakref.ref[torch.Tensor]] = []
+        worker.model.register_forward_hook(partial(kept, places))
+        for batch in worker.batches():
+            worker.step(batch)
+            left.append(places[-1]() is not None)
+
+    hr.launch(looking, make_job(), hr.Mirrored(2), engine=hr.ThreadEngine(), check=False)
+    assert left
+    assert not any(left)
 
 
 def test_an_autocast_that_keeps_parameters_of_earlier_rounds_is_refused() -> None:

@@ -165,6 +165,8 @@ class Worker:
         if self._loss_guard:
             self._loss_guard.look_at(batch, self._progress.share)
         self._begin(lambda: self._compute_step(batch))
+        if self._loss_guard:
+            self._loss_guard.forget()
         return self.update()
 
     def backward(self, loss: Tensor | Mean) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from headrace import internals
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import JobError
+from headrace.hooks import carry_hooks
 from headrace.modules import is_dense
 from headrace.policies.behaviour import GradientSum
 from headrace.spec.cluster import Cluster
@@ -175,5 +176,7 @@ def with_one_mirror(run: RunSpec) -> RunSpec:
 
 def _reading(module: nn.Module) -> nn.Module:
     """Returns a copy of a module that has the same memory for its parameters."""
-    shared = {id(each): nn.Parameter(each.data, each.requires_grad) for each in module.parameters()}
-    return copy.deepcopy(module, shared)
+    memo: dict[int, Any] = {id(each): nn.Parameter(each.data, each.requires_grad) for each in module.parameters()}
+    copied = copy.deepcopy(module, memo)
+    carry_hooks(list(module.parameters()), copied, memo)
+    return copied

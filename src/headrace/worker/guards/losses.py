@@ -62,6 +62,10 @@ class LossGuard:
 
     def _end(self) -> None:
         self._handle.remove()
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets go of the last output: whole steps look at its loss elsewhere."""
         # A graph of FullySharded refers to its module, in ways that Python's collector does not see.
         self._last.outputs = None
 
