@@ -176,6 +176,20 @@ def test_a_chain_in_stages_is_whole(name: str) -> None:
     assert_staged(model, traced, torch.randn(5, 4), lambda output: output.square().mean())
 
 
+def test_a_sparse_output_in_stages_is_whole() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), Sparse())
+    traced = replayed(model, torch.randn(3, 4))
+    assert_staged(model, traced, torch.randn(5, 4), lambda output: output.to_dense().square().mean())
+
+
+class Sparse(nn.Module):
+    """Returns where each number is, and the number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to_sparse()
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_caches_masks_and_labels_in_stages(padded: bool) -> None:
     torch.manual_seed(0)

@@ -139,13 +139,10 @@ class CutCheck:
 
 
 def _same(one: Any, other: Tensor) -> bool:
-    return (
-        isinstance(one, Tensor)
-        and one.shape == other.shape
-        and one.dtype == other.dtype
-        and (
-            torch.allclose(one, other, rtol=1e-5, atol=1e-8, equal_nan=True)
-            if one.is_floating_point() or one.is_complex()
-            else torch.equal(one, other)
-        )
-    )
+    if not isinstance(one, Tensor) or (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
+        return False
+    if not is_dense(one):
+        one, other = one.to_dense(), other.to_dense()
+    if one.is_floating_point() or one.is_complex():
+        return torch.allclose(one, other, rtol=1e-5, atol=1e-8, equal_nan=True)
+    return torch.equal(one, other)
