@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from api.plain_script.plain_runs import on_ranks
-from headrace.api.plain_script.deliveries import Delivery
+from headrace.api.plain_script.given.deliveries import Delivery
 from headrace.api.plain_script.losses.forwards import FirstForward
 from headrace.api.plain_script.losses.loss import LossWatch, mean_check
 from headrace.api.plain_script.meeting import BACKWARD, Meeting

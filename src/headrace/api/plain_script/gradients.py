@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headrace import internals
 from headrace.api.plain_script.buffers import ChangedBuffers
-from headrace.api.plain_script.deliveries import ForwardCounts
+from headrace.api.plain_script.given.deliveries import ForwardCounts
 from headrace.api.plain_script.meeting import BACKWARD, Meeting
 from headrace.collectives.base import Collective
 from headrace.collectives.digest import digests, ranks_apart

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headrace.api.plain_script.deliveries import Deliveries
 from headrace.api.plain_script.draws import CommonDraws
+from headrace.api.plain_script.given.deliveries import Deliveries
 from headrace.collectives.base import ProcessGroup, gather_texts
 from headrace.errors import PeerLost, UsageError
 from headrace.training.user_code.loss_graph import SEARCHES, Made, otherwise_made
 
-BACKWARD, ASSIGNED, CLOSURE, STEP, ITERATION, BATCH, SETUP, BARRIER, GATHER, SAVED, LOADED = range(11)
+BACKWARD, ASSIGNED, CLOSURE, STEP, ITERATION, BATCH, SETUP, BARRIER, GATHER, SAVED, LOADED, COMMON = range(12)
 _ACTS = (
     "loss.backward()",
     "optimizer.step() with gradients that the script has assigned",
@@ -27,10 +27,11 @@ _ACTS = (
     "the beginning of an iteration over its loader",
     "a batch of its loader, without a backward pass before",
     "hr.setup",
-    "hr.processes().barrier()",
-    "gather(), sum() or mean() of hr.processes()",
+    "barrier() or on_first() of hr.processes()",
+    "gather(), sum(), mean() or whole() of hr.processes()",
     "optimizer.state_dict(), which every process calls under central_storage, where each has a part of the states",
     "model.load_state_dict(), which every process calls under central_storage",
+    "common() of hr.processes()",
 )
 _REMEDY = (
     "every process must do the same passes and steps, in the same order; where a share has nothing to train on, call "
@@ -122,9 +123,9 @@ class Meeting:
                 yield
 
     @contextmanager
-    def begin_iteration(self) -> Iterator[None]:
-        """Begins an iteration over a loader on all ranks; what runs inside draws common random numbers."""
-        self.meet(ITERATION)
+    def begin_common(self, act: int = COMMON) -> Iterator[None]:
+        """Lets what runs inside draw common random numbers, as where an iteration over a loader begins on all ranks."""
+        self.meet(act)
         if self._draws is not None:
             self._draws.agree()
         with self.drawing():
@@ -209,7 +210,8 @@ class Meeting:
             raise UsageError(
                 f"rank {other} has taken other examples than rank 0 until batch {first.place} of iteration "
                 f"{first.epoch}: its sampler draws otherwise, or takes a rank's part by itself; let the samplers "
-                "of all ranks yield the same, and setup divides every batch"
+                "of all ranks yield the same, and setup divides every batch; what share() takes is the same on all, "
+                "and random numbers of it are drawn within hr.processes().common()"
             )
         if states is not None and theirs.state != first.state:
             self.require_same(states(), "freeze, make and convert parameters and buffers alike on all ranks")

@@ -30,9 +30,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from headrace.api.plain_script.deliveries import Delivery
-from headrace.api.plain_script.meeting import Meeting
-from headrace.api.plain_script.watched import SaidBatch, WatchedCollate
+from headrace.api.plain_script.given.deliveries import Delivery
+from headrace.api.plain_script.given.watched import SaidBatch, WatchedCollate
+from headrace.api.plain_script.meeting import ITERATION, Meeting
 from headrace.data.pipeline.collator import count_in
 from headrace.data.pipeline.source import emptied
 from headrace.errors import UsageError
@@ -91,7 +91,7 @@ class ShareLoader:
         if self._is_stream:
             return self._stream(meeting)
         batches = self._batch_sampler()
-        with meeting.begin_iteration():
+        with meeting.begin_common(ITERATION):
             chosen, seed = iter(batches), self._base_seed()
         self._seeds.manual_seed(meeting.reader_seed(seed))
         parts = deque[_Part]()
@@ -112,7 +112,7 @@ class ShareLoader:
             self._reader = DataLoader(
                 self.loader.dataset, self.loader.batch_size, generator=self.loader.generator, **options
             )
-        with meeting.begin_iteration():
+        with meeting.begin_common(ITERATION):
             batches = iter(self._reader)
         parts = deque[_Part]()
 
@@ -140,6 +140,12 @@ class ShareLoader:
                 if trains and index and not meeting.passes and index.bit_count() == 1:
                     meeting.compare()
                 examples, of, order = parts.popleft()
+                if of < meeting.world:
+                    meeting.say(
+                        f"batch {index} of iteration {epoch} has {of} examples, and the shares of ranks {of} and up "
+                        "have none: there a mean is not a number, and len(batch) is 0. Give the loader drop_last=True, "
+                        "or another batch size"
+                    )
                 if examples == 0:
                     batch = emptied(batch)
                 elif self.loader.collate_fn is not default_collate:
@@ -161,7 +167,8 @@ class ShareLoader:
             meeting.say(
                 "an iteration over a divided loader had no backward pass: what the script computes there (a metric, "
                 "statistics of a copy of the model) is of each process's share. hr.processes().mean(value, examples) "
-                "gives that of all, and a loader that hr.setup is not given has all examples in every process"
+                "gives that of all, whole(outputs) has those of all, and a loader that hr.setup is not given has all "
+                "examples in every process"
             )
 
     def _divide(self, batches: Iterator[Any], parts: deque[_Part], meeting: Meeting) -> Iterator[list[Any]]:

@@ -48,6 +48,7 @@ class Deliveries:
         self._fresh: list[Delivery] = []
         self.last: Delivery | None = None
         self._over: list[Delivery] = []
+        self._kept: list[Delivery] = []
 
     def begin(self) -> int:
         """Notes that an iteration begins; returns its number."""
@@ -61,6 +62,11 @@ class Deliveries:
         self.last = share
         self._fresh.append(share)
         self._over = []
+
+    def keep(self, share: Delivery, order: int) -> None:
+        """Notes a share of what the script itself has read: while that lives, any backward pass may be of it."""
+        self.add(share, self.epoch, self.index + 1, order)
+        self._kept = [*(one for one in self._kept if one.lives), share]
 
     def end(self, shares: Iterable[Delivery]) -> None:
         """Notes that an iteration has given all its shares: a script that has them in a list may still train on any."""
@@ -82,14 +88,15 @@ class Deliveries:
         # While several may be meant, none counts as done.
         self._fresh = fresh if len(fresh) > 1 else []
         meant = fresh or [share for share in self._over if share is last or share.lives]
+        meant += [share for share in self._kept if share.lives]
         parts = sorted({(share.examples, share.of) for share in meant})
         if any(examples * parts[0][1] != parts[0][0] * of for examples, of in parts):
             listed = " and ".join(f"{examples} of {of}" for examples, of in parts[:3])
             raise UsageError(
-                f"this process has shares of {listed} examples that its loaders gave before this backward pass, and "
-                "gradients are weighted by that part: which of them the loss is of is not known. Call backward() for "
-                "each batch before the next one is taken, or let all ranks have equal parts: drop_last=True, and a "
-                "batch size that the number of processes divides"
+                f"this process has shares of {listed} examples that its loaders or share() gave before this backward "
+                "pass, and gradients are weighted by that part: which of them the loss is of is not known. Call "
+                "backward() for each batch before the next one is taken, or let all ranks have equal parts: "
+                "drop_last=True, and a batch size that the number of processes divides"
             )
         return last
 
