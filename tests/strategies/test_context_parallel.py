@@ -248,3 +248,44 @@ def test_numbers_that_the_trial_has_not_seen_are_refused_where_they_may_be_token
     counts = TokenUse((f"test_context_parallel.py:{line}, {Counting.forward.__qualname__}",))
     with pytest.raises(UsageError, match=r"this worker has 6 tokens; .* it counted tokens"):
         act(counts, 5)
+
+
+HYBRIDS: dict[str, Callable[[], hr.Strategy]] = {
+    "mirrored": lambda: hr.Hybrid(hr.Mirrored(2), hr.ContextParallel(2)),
+    "sharded": lambda: hr.Hybrid(hr.FullySharded(2), hr.ContextParallel(2)),
+    "both": lambda: hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2), hr.ContextParallel(2)),
+}
+
+
+@pytest.mark.parametrize("name", ["accumulated", "clipped", "language model", "mask of keys", "other loss"])
+@pytest.mark.parametrize("hybrid", sorted(HYBRIDS))
+def test_replicas_that_divide_sequences_are_one_device(hybrid: str, name: str) -> None:
+    right, found = train(JOBS[name](), hr.OneDevice()), train(JOBS[name](), HYBRIDS[hybrid]())
+    assert distance(found.tensors, right.tensors) <= 1e-9
+    assert found.losses == pytest.approx(right.losses, rel=1e-9)
+    assert found.metrics == pytest.approx(right.metrics, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hybrid", sorted(HYBRIDS))
+def test_processes_that_divide_sequences_are_one_device(hybrid: str) -> None:
+    right = train(written(), hr.OneDevice())
+    with LocalEngine() as engine:
+        found = train(written(), HYBRIDS[hybrid](), engine)
+    assert distance(found.tensors, right.tensors) <= 1e-9
+    assert found.losses == pytest.approx(right.losses, rel=1e-9)
+    assert found.metrics == pytest.approx(right.metrics, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "levels",
+    [
+        (hr.ContextParallel(2), hr.Mirrored(2)),
+        (hr.Mirrored(2), hr.ContextParallel(2), hr.TensorParallel(2)),
+        (hr.ParameterAveraging(2), hr.ContextParallel(2)),
+        (hr.Pipeline(2), hr.ContextParallel(2)),
+    ],
+)
+def test_levels_that_cannot_be_around_it_are_refused(levels: tuple[hr.Strategy, ...]) -> None:
+    with pytest.raises(UsageError, match=r"around hr\.ContextParallel"):
+        hr.Hybrid(*levels)

@@ -80,6 +80,23 @@ KINDS = {
         many=(4, 4),
         refuses=MATRICES,
     ),
+    "replicas of rings": Row(
+        lambda workers: hr.Hybrid(hr.Mirrored(workers=max(1, workers // 2)), hr.ContextParallel(2)),
+        workers=(4,),
+        many=(4, 4),
+        replicas=lambda workers: workers // 2,
+        whole=False,
+        model=SEQUENCES,
+    ),
+    "sharded rings": Row(
+        lambda workers: hr.Hybrid(hr.FullySharded(workers=max(1, workers // 2)), hr.ContextParallel(2)),
+        workers=(4,),
+        many=(4, 4),
+        replicas=lambda workers: workers // 2,
+        whole=False,
+        model=SEQUENCES,
+        refuses=MATRICES,
+    ),
     "sharded stages": Row(
         lambda workers: hr.Hybrid(hr.FullySharded(workers=max(1, workers // 2)), hr.Pipeline(2, micro_batches=1)),
         workers=(4,),

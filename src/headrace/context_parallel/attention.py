@@ -13,8 +13,8 @@ Backward goes around once more, with m known: of each block it computes the prob
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,10 +23,15 @@ from torch import Tensor
 from headrace.context_parallel.division import require_last_derivative
 from headrace.context_parallel.placement import Zigzag
 from headrace.context_parallel.ring import Ring
+from headrace.devices import HOST
 from headrace.errors import UsageError
 
-_SCORES = 1 << 20
-"""Scores that are in memory at a time, at most."""
+Index = tuple[Any, ...]
+
+_SCORES, _ON_DEVICE = 1 << 17, 1 << 20
+"""Scores that are in memory at a time, at most: on the host few enough for its caches."""
+_SHARED = 1 << 19
+"""Numbers of keys and values that go around at a time: of some heads, where all have more."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Attention:
         causal: whether a token sees none that come later.
         scale: of scores.
         groups: how many heads of queries share one of keys.
+        most: how many scores are in memory at a time.
         keys: by rank which keys count or what is added to their scores, `(..., 1, local)`; () for none.
         pairs: what is added to this rank's scores, or which of them count, `(..., local, length)`; None for none.
     """
@@ -56,8 +62,24 @@ class Attention:
     causal: bool
     scale: float
     groups: int
+    most: int = _SCORES
     keys: tuple[Tensor, ...] = ()
     pairs: Tensor | None = None
+
+    def parts(self, key: Tensor, value: Tensor) -> Iterator[tuple[Attention, Index, Index]]:
+        """Yields what goes around together: the call for some heads, which of queries they are, and which of keys."""
+        heads = key.shape[-3] if key.dim() > 2 else 1
+        step = max(1, heads * _SHARED // max(1, key.numel() + value.numel()))
+        for start in range(0, heads, step):
+            if step >= heads:
+                yield self, (...,), (...,)
+                return
+            shared = slice(start, start + step)
+            of_queries = slice(start * self.groups, shared.stop * self.groups)
+            keys = tuple(_of_heads(each, of_queries) for each in self.keys)
+            pairs = None if self.pairs is None else _of_heads(self.pairs, of_queries)
+            part = replace(self, keys=keys, pairs=pairs)
+            yield part, (..., of_queries, slice(None), slice(None)), (..., shared, slice(None), slice(None))
 
     def spans(self, rank: int, scores_a_row: int) -> Iterator[Span]:
         """Yields what of a rank's block this rank's queries see, in pieces of a bounded number of scores."""
@@ -68,7 +90,7 @@ class Attention:
                 if not real or (self.causal and key > query):
                     continue
                 diagonal = self.causal and key == query
-                step = max(1, _SCORES // max(1, scores_a_row * real))
+                step = max(1, self.most // max(1, scores_a_row * real))
                 for start in range(0, size, step):
                     stop = min(start + step, size)
                     seen = min(real, stop) if diagonal else real
@@ -78,7 +100,7 @@ class Attention:
     def scores(self, queries: Tensor, keys: Tensor, rank: int, span: Span) -> Tensor:
         """Returns the scores of a span, `(..., rows, columns)`, in float32 or more."""
         scores = queries @ keys.transpose(-1, -2)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.scale
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(self.scale)
         if self.keys:
             scores = _masked(scores, self.keys[rank][..., span.columns])
         size = self.placement.chunk
@@ -89,7 +111,7 @@ class Attention:
         if span.diagonal:
             rows = torch.arange(span.rows.start % size, span.rows.start % size + scores.shape[-2], device=scores.device)
             later = torch.arange(scores.shape[-1], device=scores.device) > rows[:, None]
-            scores = scores.masked_fill(later, -math.inf)
+            scores.masked_fill_(later, -math.inf)
         return scores
 
     def spread(self, keys: Tensor) -> Tensor:
@@ -102,67 +124,100 @@ class Attention:
 
 
 class RingAttention(torch.autograd.Function):
-    """From this rank's queries `(..., heads, local, width)`, and keys and values, to its outputs."""
+    """From this rank's queries `(..., heads, local, width)`, and keys and values, to its outputs.
+
+    Some heads go around after the others, so that little more is in memory than what is given and returned.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Attention) -> Tensor:
-        wide = torch.promote_types(query.dtype, torch.float32)
-        out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=wide)
-        seen = query.new_full(query.shape[:-1], -math.inf, dtype=wide)
-        own = torch.cat([key, value], -1)
-        for rank, block in call.ring.blocks(own):
-            keys, values = block.split([key.shape[-1], value.shape[-1]], -1)
-            for span in call.spans(rank, math.prod(query.shape[:-2])):
-                rows, columns = span.rows, span.columns
-                scores = call.scores(query[..., rows, :], call.spread(keys[..., columns, :]), rank, span)
-                before, here = seen[..., rows], scores.logsumexp(-1)
-                after = torch.logaddexp(before, here)
-                # Where a query has seen nothing so far, all weights are 0.
-                finite = after.masked_fill(after == -math.inf, 0.0)
-                weights = (scores - finite[..., None]).exp_().to(value.dtype)
-                old = out[..., rows, :]
-                old.mul_((before - finite).exp()[..., None])
-                old.add_((weights @ call.spread(values[..., columns, :])).to(wide))
-                before.copy_(after)
-        out = out.to(query.dtype)
-        ctx.call, ctx.width = call, key.shape[-1]
-        ctx.save_for_backward(query, own, out, seen)
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        seen = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
+        for part, heads, shared in call.parts(key, value):
+            _attend(part, *(query[heads], key[shared], value[shared]), *(out[heads], seen[heads[:-1]]))
+        ctx.call = call
+        ctx.save_for_backward(query, key, value, out, seen)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         require_last_derivative()
-        query, own, out, seen = ctx.saved_tensors
-        call: Attention = ctx.call
-        split = [ctx.width, own.shape[-1] - ctx.width]
-        gradient = gradient.contiguous()
-        wide = seen.dtype
-        inner = (gradient.to(wide) * out.to(wide)).sum(-1, keepdim=True)
-        finite = seen.masked_fill(seen == -math.inf, 0.0)
-        to_query = torch.zeros_like(query, dtype=wide)
+        query, key, value, out, seen = ctx.saved_tensors
+        found = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in (query, key, value)]
+        for part, heads, shared in ctx.call.parts(key, value):
+            given = (query[heads], key[shared], value[shared])
+            own = [whole[place] for whole, place in zip(found, (heads, shared, shared), strict=True)]
+            _differentiate(part, own, *given, *(out[heads], seen[heads[:-1]], gradient[heads]))
+        return *found, None
 
-        def part(rank: int, block: Tensor) -> Tensor:
-            keys, values = block.split(split, -1)
-            found = torch.zeros_like(block, dtype=wide)
-            to_keys, to_values = found.split(split, -1)
-            for span in call.spans(rank, math.prod(query.shape[:-2])):
-                rows, columns = span.rows, span.columns
-                key, value = call.spread(keys[..., columns, :]), call.spread(values[..., columns, :])
-                weights = (call.scores(query[..., rows, :], key, rank, span) - finite[..., rows, None]).exp_()
-                coming = gradient[..., rows, :]
-                to_values[..., columns, :] += call.gather((weights.to(value.dtype).mT @ coming).to(wide))
-                slopes = (coming @ value.mT).to(wide).sub_(inner[..., rows, :]).mul_(weights).mul_(call.scale)
-                slopes = slopes.to(query.dtype)
-                to_query[..., rows, :] += (slopes @ key).to(wide)
-                to_keys[..., columns, :] += call.gather((slopes.mT @ query[..., rows, :]).to(wide))
-            return found.to(block.dtype)
 
-        to_key, to_value = call.ring.return_gradients(own, part).split(split, -1)
-        return to_query.to(query.dtype), to_key, to_value, None
+def _attend(call: Attention, query: Tensor, key: Tensor, value: Tensor, out: Tensor, seen: Tensor) -> None:
+    """Fills in `out` and `seen` of some heads."""
+    query = query.contiguous()
+    total = torch.zeros_like(out, dtype=seen.dtype)
+    seen.fill_(-math.inf)
+    for rank, block in call.ring.blocks(torch.cat([key, value], -1)):
+        keys, values = block.split([key.shape[-1], value.shape[-1]], -1)
+        for span in call.spans(rank, math.prod(query.shape[:-2])):
+            rows, columns = span.rows, span.columns
+            scores = call.scores(query[..., rows, :], call.spread(keys[..., columns, :]), rank, span)
+            before, here = seen[..., rows], scores.logsumexp(-1)
+            after = torch.logaddexp(before, here)
+            # Where a query has seen nothing so far, all weights are 0.
+            finite = after.masked_fill(after == -math.inf, 0.0)
+            weights = scores.sub_(finite[..., None]).exp_().to(value.dtype)
+            old = total[..., rows, :]
+            old.mul_((before - finite).exp()[..., None])
+            old.add_((weights @ call.spread(values[..., columns, :])).to(seen.dtype))
+            before.copy_(after)
+    out.copy_(total)
+
+
+def _differentiate(
+    call: Attention,
+    into: Sequence[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    seen: Tensor,
+    gradient: Tensor,
+) -> None:
+    """Writes the gradients of queries, keys and values of some heads `into` tensors like them."""
+    wide, split = seen.dtype, [key.shape[-1], value.shape[-1]]
+    query, gradient = query.contiguous(), gradient.contiguous()
+    inner = (gradient.to(wide) * out.to(wide)).sum(-1, keepdim=True)
+    finite = seen.masked_fill(seen == -math.inf, 0.0)
+    to_query = torch.zeros_like(query, dtype=wide)
+
+    def part(rank: int, block: Tensor) -> Tensor:
+        keys, values = block.split(split, -1)
+        found = torch.zeros_like(block, dtype=wide)
+        to_keys, to_values = found.split(split, -1)
+        for span in call.spans(rank, math.prod(query.shape[:-2])):
+            rows, columns = span.rows, span.columns
+            key, value = call.spread(keys[..., columns, :]), call.spread(values[..., columns, :])
+            weights = call.scores(query[..., rows, :], key, rank, span).sub_(finite[..., rows, None]).exp_()
+            coming = gradient[..., rows, :]
+            to_values[..., columns, :] += call.gather((weights.to(value.dtype).mT @ coming).to(wide))
+            slopes = (coming @ value.mT).to(wide).sub_(inner[..., rows, :]).mul_(weights).mul_(call.scale)
+            slopes = slopes.to(query.dtype)
+            to_query[..., rows, :] += (slopes @ key).to(wide)
+            to_keys[..., columns, :] += call.gather((slopes.mT @ query[..., rows, :]).to(wide))
+        return found.to(block.dtype)
+
+    together = call.ring.return_gradients(torch.cat([key, value], -1), part)
+    for place, slopes in zip(into, (to_query, *together.split(split, -1)), strict=True):
+        place.copy_(slopes)
+
+
+def _of_heads(mask: Tensor, heads: slice) -> Tensor:
+    """Returns a mask of some heads; one for all stays."""
+    return mask[..., heads, :, :] if mask.dim() > 2 and mask.shape[-3] > 1 else mask
 
 
 def _masked(scores: Tensor, mask: Tensor) -> Tensor:
-    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
 
 
 def attend(
@@ -207,10 +262,11 @@ def attend(
         half = torch.get_autocast_dtype(query.device.type)
         query, key, value = (each.to(half) if each.dtype == torch.float32 else each for each in (query, key, value))
     call = Attention(
-        placement, ring, is_causal, query.shape[-1] ** -0.5 if scale is None else scale, groups, keys, pairs
+        *(placement, ring, is_causal, query.shape[-1] ** -0.5 if scale is None else scale, groups),
+        *(_SCORES if query.device.type == HOST else _ON_DEVICE, keys, pairs),
     )
     with torch.autocast(query.device.type, enabled=False):
-        out: Tensor = RingAttention.apply(query.contiguous(), key, value, call)  # type: ignore[no-untyped-call]
+        out: Tensor = RingAttention.apply(query, key, value, call)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -1,9 +1,10 @@
-"""Which functions of torch are replaced while a worker computes: attention, and what counts a sequence's tokens."""
+"""Which functions are replaced while a worker computes: attention, what counts tokens, and transformers' masks."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,25 +15,47 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-
-class Substitutes(NamedTuple):
-    """What is called in the place of torch's functions.
-
-    `attend` takes what `scaled_dot_product_attention` takes; `arange` what it takes behind where it is called, as text.
-    """
-
-    attend: Callable[..., Tensor]
-    arange: Callable[..., Tensor]
-
+from headrace import internals
 
 torch_arange = torch.arange
 """torch's own."""
+
+
+def plain_attention(*values: Any, **named: Any) -> Tensor:
+    """Calls torch's own attention, while it is replaced."""
+    out: Tensor = _torch[0](*values, **named)
+    return out
+
+
+def plain_arange(where: str, *args: Any, **kwargs: Any) -> Tensor:
+    """Calls torch's own `arange`, from anywhere."""
+    return torch_arange(*args, **kwargs)
+
+
+class Substitutes(NamedTuple):
+    """What is called in the place of other functions; all are the library's own where nothing is said.
+
+    `attend` takes what `scaled_dot_product_attention` takes; `arange` what it takes behind where it is called, as text.
+    `whole` is given numbers of this worker's tokens, `(examples, tokens)`, and returns those of all; `mask` is given
+    transformers' `sdpa_mask` and what that takes, and returns that of this worker's tokens.
+    """
+
+    attend: Callable[..., Tensor] = plain_attention
+    arange: Callable[..., Tensor] = plain_arange
+    whole: Callable[[Tensor], Tensor] | None = None
+    mask: Callable[..., Tensor | None] | None = None
+
+
+PLAIN = Substitutes()
 
 _lock = threading.Lock()
 _used: dict[int, Substitutes] = {}
 """By thread."""
 _torch: list[Any] = []
 """torch's own attention, and whether its layers may compute attention by other functions of theirs."""
+_PACKED, _PLACED = "find_packed_sequence_indices", "remap_positions_for_packed_sequence"
+_masking: dict[str, Any] = {}
+"""Functions of transformers by which models make masks of places; none where the library is not imported."""
 
 
 @contextmanager
@@ -45,6 +68,7 @@ def substituted(substitutes: Substitutes) -> Iterator[None]:
             functional.scaled_dot_product_attention = functools.wraps(_torch[0])(_attention)
             torch.arange = functools.wraps(torch_arange)(_arange)
             torch.backends.mha.set_fastpath_enabled(False)
+            _replace_masking()
         before = _used.get(thread)
         _used[thread] = substitutes
     try:
@@ -59,18 +83,45 @@ def substituted(substitutes: Substitutes) -> Iterator[None]:
                 functional.scaled_dot_product_attention = _torch[0]
                 torch.arange = torch_arange
                 torch.backends.mha.set_fastpath_enabled(_torch[1])
+                _restore_masking()
 
 
-def plain_attention(*values: Any, **named: Any) -> Tensor:
-    """Calls torch's own attention, while it is replaced."""
-    out: Tensor = _torch[0](*values, **named)
-    return out
+def _replace_masking() -> None:
+    library: Any = sys.modules.get("transformers.masking_utils")
+    if library is None:
+        return
+    _masking.update({name: getattr(library, name) for name in (_PACKED, _PLACED)})
+    _masking["sdpa"] = library.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    library.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = _mask
+    setattr(library, _PACKED, lambda positions: _masking[_PACKED](_whole(positions)))
+    setattr(library, _PLACED, lambda function, positions: _masking[_PLACED](function, _whole(positions)))
+
+
+def _restore_masking() -> None:
+    if _masking:
+        library: Any = sys.modules["transformers.masking_utils"]
+        library.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = _masking.pop("sdpa")
+        for name in (_PACKED, _PLACED):
+            setattr(library, name, _masking.pop(name))
+
+
+def _whole(positions: Tensor) -> Tensor:
+    found = _current()
+    return found.whole(positions) if found and found.whole else positions
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    found = _current()
+    own: Callable[..., Tensor | None] = _masking["sdpa"]
+    # What counts in it is no token of a model's.
+    with substituted(PLAIN):
+        return found.mask(own, *args, **kwargs) if found and found.mask else own(*args, **kwargs)
 
 
 def _current() -> Substitutes | None:
     with _lock:
         found = _used.get(threading.get_ident())
-        if found is None and len(_used) == 1:
+        if found is None and len(_used) == 1 and internals.current_backward() != -1:
             # Backward on an accelerator has a thread of its own, in which a checkpoint runs forward again.
             (found,) = _used.values()
     return found

@@ -13,6 +13,7 @@ from headrace.collectives.base import Collective
 from headrace.context_parallel.attention import attend
 from headrace.context_parallel.division import counted, divide, form_of, join, require_tokens, sum_of_parts
 from headrace.context_parallel.installed import Substitutes, substituted, torch_arange
+from headrace.context_parallel.masks import mask_of_rows
 from headrace.context_parallel.placement import Zigzag
 from headrace.context_parallel.ring import Ring
 from headrace.errors import UsageError
@@ -49,7 +50,7 @@ class DividedForward:
             return
         self._divides = True
         try:
-            with substituted(Substitutes(self._attend, self._arange)):
+            with substituted(Substitutes(self._attend, self._arange, self._whole, self._mask)):
                 yield
         finally:
             self._divides = False
@@ -63,6 +64,13 @@ class DividedForward:
 
     def _attend(self, *values: Any, **named: Any) -> Tensor:
         return attend(self.place, self.ring, *values, **named)
+
+    def _whole(self, numbers: Tensor) -> Tensor:
+        whole: Tensor = join(numbers, self.place, self.collective, (1,))
+        return whole
+
+    def _mask(self, make: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
+        return mask_of_rows(self.place, self._whole, make, *args, **kwargs)
 
     def _arange(self, where: str, *args: Any, **kwargs: Any) -> Tensor:
         same = counted(args, kwargs) == self.place.local
@@ -113,7 +121,7 @@ class ContextModel(Compute):
     """Computes this rank's tokens of every example, and the loss of all."""
 
     def __init__(self, whole: Compute, divided: DividedForward) -> None:
-        self.module, self.device = whole.module, whole.device
+        self.module, self.device, self.divided = whole.module, whole.device, whole.divided
         self.counts = divided.ring.rank == 0
         self._whole, self._divided = whole, divided
 
@@ -124,5 +132,22 @@ class ContextModel(Compute):
         return computed if self.counts else replace(computed, loss=None)
 
     def predict(self, batch: Any) -> Any:
-        # Without gradients a whole sequence needs little memory, and any model can be run on it.
-        return self._whole.predict(batch)
+        """Returns the output for whole sequences; all ranks that divide them call it."""
+        divided, dims = self._divided, self._divided.use.evaluated
+        if dims is None or divided.ring.world == 1:
+            return self._whole.predict(batch)
+        with divided.dividing():
+            output = self._whole.predict(batch)
+        return join(output, divided.place, divided.collective, dims)
+
+    def attend(self) -> None:
+        self._whole.attend()
+
+    def explained(self, error: Exception) -> UsageError | None:
+        return self._whole.explained(error)
+
+    def equal_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return self._whole.equal_parameters()
+
+    def whole_tensors(self, leads: bool) -> Iterator[tuple[str, Tensor]]:
+        return self._whole.whole_tensors(leads)

@@ -63,6 +63,8 @@ class SharedRing(Ring):
                 sums[rank].add_(found)
             else:
                 sums[rank].copy_(found)
+            # Before the next one is made.
+            del found
             # From here on another rank adds to it.
             self._group.barrier()
         return sums[self.rank].clone()

@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from headrace import internals
 from headrace.batches import call
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.context_parallel.division import counted, dim_of, dims_of, form_of, join
-from headrace.context_parallel.installed import Substitutes, plain_attention, substituted, torch_arange
+from headrace.context_parallel.installed import Substitutes, substituted, torch_arange
 from headrace.context_parallel.placement import Zigzag
 from headrace.context_parallel.replica import DividedForward
 from headrace.context_parallel.ring import SharedRing
@@ -98,18 +98,31 @@ def verify(module: nn.Module, batch: Any, inputs: Any) -> TokenUse:
             )
     given: tuple[Any, Any] = call(lambda *args, **kwargs: (args, kwargs), batch, inputs)
     with unchanged(module), without_compilers():
-        trials = _trials(module, given)
-        wholes = [whole for _, whole in trials]
-        counts = _counting(wholes)
-        others = tuple(sorted({place for run in wholes for place, _ in run.counted} - set(counts)))
-        for trial, whole in trials:
-            parts = _run_divided(module, trial, TokenUse(counts, others), whole.outputs)
-            _compare(module, whole, parts, *form_of(trial))
-            dims = parts[0].dims
+        use = _tried(module, given, TokenUse(), training=True)
+        try:
+            evaluated = _tried(module, given, use, training=False)
+        except UsageError:
+            # Then evaluation runs whole sequences, which the run says.
+            return use
+    return replace(evaluated, dims=use.dims, evaluated=evaluated.dims)
+
+
+def _tried(module: nn.Module, given: Any, known: TokenUse, training: bool) -> TokenUse:
+    """Returns what forward does with tokens, beside what is known of another mode."""
+    trials = _trials(module, given, training)
+    wholes = [whole for _, whole in trials]
+    counts = tuple(sorted({*_counting(wholes), *known.counts}))
+    if both := set(counts) & set(known.others):
+        raise UsageError(f"torch.arange at {min(both)} counts tokens in eval mode, and other things in train mode")
+    others = tuple(sorted({*known.others, *(place for run in wholes for place, _ in run.counted)} - set(counts)))
+    for trial, whole in trials:
+        parts = _run_divided(module, trial, TokenUse(counts, others), whole.outputs, training)
+        _compare(module, whole, parts, *form_of(trial))
+        dims = parts[0].dims
     return TokenUse(counts, others, dims)
 
 
-def _trials(module: nn.Module, given: Any) -> list[tuple[Any, _Run]]:
+def _trials(module: nn.Module, given: Any, training: bool) -> list[tuple[Any, _Run]]:
     """Returns what the model is tried with, and what it does with that as a whole: two lengths, one of them odd."""
     examples, tokens = form_of(given)
     if tokens < 4:
@@ -121,14 +134,15 @@ def _trials(module: nn.Module, given: Any) -> list[tuple[Any, _Run]]:
     for number, length in enumerate(lengths):
         # The others of the same examples, where there are some.
         trial = _shortened(given, examples, tokens, (tokens - length) * number, length)
-        whole = _run_whole(module, trial, length)
+        whole = _run_whole(module, trial, length, training)
         if whole.error is not None and length < tokens:
             # A model may be for one length alone.
             trial = given
-            whole = _run_whole(module, trial, tokens)
+            whole = _run_whole(module, trial, tokens, training)
         if whole.error is not None:
+            mode = "train" if training else "eval"
             raise UsageError(
-                f"context_parallel tries the model in train mode before the start, and {whole.where()} fails: "
+                f"context_parallel tries the model in {mode} mode before the start, and {whole.where()} fails: "
                 f"{in_one_line(whole.error)}"
             ) from whole.error
         found.append((trial, whole))
@@ -164,28 +178,31 @@ def _shortened(given: Any, examples: int, tokens: int, start: int, length: int) 
     return map_leaves(part, given, "the model's input")
 
 
-def _own(module: nn.Module) -> nn.Module:
+def _own(module: nn.Module, training: bool) -> nn.Module:
     """Returns a copy that has the same parameters, and buffers of its own."""
     memo: dict[int, Any] = {id(each): each for each in module.parameters()}
     copied = copy.deepcopy(module, memo)
-    set_train_modes(copied)
+    if training:
+        set_train_modes(copied)
+    else:
+        copied.eval()
     return copied
 
 
-def _run_whole(module: nn.Module, given: Any, tokens: int) -> _Run:
+def _run_whole(module: nn.Module, given: Any, tokens: int, training: bool) -> _Run:
     places: list[tuple[str, bool]] = []
 
     def count(where: str, *args: Any, **kwargs: Any) -> Tensor:
         places.append((where, counted(args, kwargs) == tokens))
         return torch_arange(*args, **kwargs)
 
-    with substituted(Substitutes(plain_attention, count)):
-        run = _run(_own(module), given, lambda output: output)
+    with substituted(Substitutes(arange=count)):
+        run = _run(_own(module, training), given, lambda output: output)
     run.counted = places
     return run
 
 
-def _run_divided(module: nn.Module, given: Any, use: TokenUse, whole: Sequence[Tensor]) -> list[_Run]:
+def _run_divided(module: nn.Module, given: Any, use: TokenUse, whole: Sequence[Tensor], training: bool) -> list[_Run]:
     group = ThreadGroup(_WORLD)
     runs: dict[int, _Run] = {}
 
@@ -205,7 +222,7 @@ def _run_divided(module: nn.Module, given: Any, use: TokenUse, whole: Sequence[T
         if runs[number].error is not None:
             group.abort(number)
 
-    copies = [_own(module) for _ in range(_WORLD)]
+    copies = [_own(module, training) for _ in range(_WORLD)]
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(_WORLD)]
     for thread in threads:
         thread.start()
@@ -215,23 +232,26 @@ def _run_divided(module: nn.Module, given: Any, use: TokenUse, whole: Sequence[T
 
 
 def _run(module: nn.Module, given: Any, joined: Callable[[Any], Any]) -> _Run:
-    """Runs a model forward and backward; the gradients are those of a sum with a weight an element."""
+    """Runs a model forward, and in training backward: from a sum with a weight an element."""
     run = _Run()
     args, kwargs = given
     with ExitStack() as stack:
         for name, part in module.named_modules():
             _follow(run, name, part, stack)
         try:
-            with torch.enable_grad(), _WithoutDropout():
+            with torch.set_grad_enabled(module.training), _WithoutDropout():
                 output = joined(module(*args, **kwargs))
                 run.outputs = tensors_of(output)
+                if not module.training:
+                    return run
                 trained = [each for each in module.parameters() if each.requires_grad]
                 total = sum(_weighed(each) for each in run.outputs if each.requires_grad)
                 with silenced(trained):
                     run.gradients = torch.autograd.grad(total, trained, allow_unused=True)  # type: ignore[arg-type]
         except Exception as error:  # whatever a user's forward raises
             run.error = error
-    run.buffers = dict(module.named_buffers())
+        finally:
+            run.buffers = dict(module.named_buffers())
     return run
 
 
@@ -275,7 +295,7 @@ def _compare(module: nn.Module, whole: _Run, parts: Sequence[_Run], examples: in
             )
     named = [name for name, each in module.named_parameters() if each.requires_grad]
     largest = max((largest_element(each) for each in whole.gradients if each is not None), default=0.0)
-    for index, (name, gradient) in enumerate(zip(named, whole.gradients, strict=True)):
+    for index, (name, gradient) in enumerate(zip(named, whole.gradients, strict=False)):
         every = [run.gradients[index] for run in parts]
         own = [each for each in every if each is not None]
         total = torch.stack(own).sum(0) if own else None

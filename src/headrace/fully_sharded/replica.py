@@ -100,7 +100,7 @@ class ShardedModel(Compute):
 
     def run(self, share: Share) -> Computed:
         self._begin()
-        largest = -(-share.of // self._used.world)
+        largest = -(-share.of // self._used.shares)
         turns = max(1, min(self._options.accumulate, largest))
         pieces = min(turns, share.examples)
         held = self.place(share.batch)

@@ -165,8 +165,10 @@ class TokenUse:
         counts: where it calls `torch.arange` for their places.
         others: where it calls that for other numbers.
         dims: of each tensor of its output, in which its tokens are.
+        evaluated: those in eval mode; None where it cannot be divided there.
     """
 
     counts: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     dims: tuple[int, ...] = ()
+    evaluated: tuple[int, ...] | None = None

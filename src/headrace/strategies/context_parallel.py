@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.context_parallel.replica import ContextModel, DividedForward, DividedLoss
 from headrace.context_parallel.ring import ring_of
@@ -33,6 +34,7 @@ from headrace.strategies.context import ModelProbe, WorkerContext
 from headrace.strategies.mirrored import summed_by_all
 from headrace.strategies.refusals import Refusal, one_program
 from headrace.strategies.strategy import Strategy, describe_options
+from headrace.training.compute import Compute
 from headrace.training.exchange import Replica
 
 
@@ -102,30 +104,51 @@ class ContextParallel(Strategy):
             self.name, describe_options(self), self.workers, model, cluster, copies=(3, 1), spread=True
         )
         refuse_random(self.name, model, plan)
-        # All compute the same examples, and each some of their tokens.
-        return replace(plan, roles=tuple(replace(role, data_rank=0) for role in plan.roles), shares=(1,))
+        return with_rings(plan, plan.workers)
 
     def behave(self, workers: int) -> Behaviour:
         return replace(super().behave(workers), not_rehearsed=refuse_parts(self.equals_one_device))
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        group, module = context.group, context.module
-        if context.device.type != HOST and isinstance(group, ThreadCollective) and group.world > 1:
-            raise UsageError(
-                f"{group.world} workers of ThreadEngine share the thread in which torch runs backward on "
-                f"{context.device}, and each would wait for the others in it; leave out engine=, and they are processes"
-            )
         # Gradients leave after backward, in which attention exchanges keys and values.
         sink, exchange = summed_by_all(plan, context, overlap=False)
-        devices = context.device_group()
-        divided = DividedForward(module, ring_of(group, devices), devices or group, context.model.tokens or TokenUse())
-        loss = DividedLoss(context.objective.loss, divided)
+        divided, own = divide(context, context.group, context.device_group())
         # As of one replica: the weight of a loss is that of whole sequences, on every worker.
-        alone = ThreadCollective(ThreadGroup(1), 0)
-        objective = replace(context.objective, loss=loss)
-        own = replace(context, objective=objective, group=alone, device_group=lambda: None)
-        compute = ContextModel(own.whole_model(sink), divided)
-        if group.rank == 0:
-            outputs = "stay divided" if loss.by_tokens else "are joined for the loss, on every worker"
-            compute.notes = (f"sequences are divided over {group.world} workers; outputs {outputs}",)
-        return Replica(compute, exchange)
+        own = replace(own, group=ThreadCollective(ThreadGroup(1), 0), device_group=lambda: None)
+        return Replica(in_ring(own.whole_model(sink), divided, own, not rank), exchange)
+
+
+def with_rings(plan: Plan, ranks: int) -> Plan:
+    """Returns the plan of workers of which so many each compute some tokens of the same examples."""
+    roles = tuple(replace(role, data_rank=role.rank // ranks) for role in plan.roles)
+    return replace(plan, roles=roles, shares=(1,) * (plan.workers // ranks))
+
+
+def divide(
+    context: WorkerContext, ring: ProcessGroup, devices: Collective | None
+) -> tuple[DividedForward, WorkerContext]:
+    """Lets a model take some tokens of what it is given; returns that, and a context whose loss is that of all tokens.
+
+    `devices` carries the tensors of a ring's ranks; None for memory that they share.
+    """
+    if context.device.type != HOST and isinstance(ring, ThreadCollective) and ring.world > 1:
+        raise UsageError(
+            f"{ring.world} workers of ThreadEngine share the thread in which torch runs backward on "
+            f"{context.device}, and each would wait for the others in it; leave out engine=, and they are processes"
+        )
+    use = context.model.tokens or TokenUse()
+    divided = DividedForward(context.module, ring_of(ring, devices), devices or ring, use)
+    objective = replace(context.objective, loss=DividedLoss(context.objective.loss, divided))
+    return divided, replace(context, objective=objective)
+
+
+def in_ring(whole: Compute, divided: DividedForward, context: WorkerContext, leads: bool) -> ContextModel:
+    """Returns what computes a rank's tokens, and says how where it `leads`; `context` is what `divide` has returned."""
+    compute, loss = ContextModel(whole, divided), context.objective.loss
+    if leads:
+        assert isinstance(loss, DividedLoss)
+        outputs = "stay divided" if loss.by_tokens else "are joined for the loss, on every worker"
+        evaluated = "" if divided.use.evaluated is not None else "; evaluation runs whole sequences on every worker"
+        said = f"sequences are divided over {divided.ring.world} workers; outputs {outputs}{evaluated}"
+        compute.notes = (*whole.notes, said)
+    return compute

@@ -144,10 +144,12 @@ class FullySharded(Strategy):
         within: ProcessGroup,
         carrier: Collective | None,
         mates: Collective | None = None,
+        weighing: WorkerContext | None = None,
     ) -> Replica:
         """Returns what a rank runs where ranks `within` shard a replica, and `mates` hold the same part of others.
 
-        `carrier` moves what the ranks `within` exchange; None for the memory that they share.
+        `carrier` moves what the ranks `within` exchange; None for the memory that they share. The group of `weighing`
+        are the ranks over which losses are weighed, where several have the same share of a batch.
         """
         # Here, because importing torch.distributed costs what the other strategies need not pay.
         from headrace.fully_sharded.replica import ShardedExchange, ShardedModel
@@ -171,9 +173,10 @@ class FullySharded(Strategy):
         held = rows(context.model.parameters, within.world)
         segments = [each for each in held if each.owner in (within.rank, EVERY_WORKER)]
         updater = _updater_of(segments, sharded.pieces, whole, context)
-        used = UsedParameters(group, len(sharded.pieces))
+        weighing = weighing or context
+        used = UsedParameters(group, len(sharded.pieces), weighing.group.world)
         objective, options, sample = context.objective, context.options, context.sample
-        total = total_of(context)
+        total = total_of(weighing)
         compute = ShardedModel(sharded, objective, options, used, sample, total, communicates, context.scale)
         if group.rank == 0:
             compute.notes = (sharded.describe(),)

@@ -40,6 +40,8 @@ from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.plan import EVERY_WORKER, Plan, ProcessCounts, Role
 from headrace.strategies.checks import refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext, among, total_of
+from headrace.strategies.context_hybrid import ring_plan, ring_replica
+from headrace.strategies.context_parallel import ContextParallel
 from headrace.strategies.fully_sharded import FullySharded, require_sliceable, sharded_plan
 from headrace.strategies.hybrid_levels import by_kind, check_levels
 from headrace.strategies.hybrid_ranks import (
@@ -76,7 +78,8 @@ class Hybrid(ServedStrategy):
             `ParameterServer` or `Downpour`, each of whose servers has shards of one stage or slice, or `FullySharded`,
             which divides the stages or slices among them; its `workers` are replicas.
         inner: what a replica is: `TensorParallel`, `Pipeline`, or a hybrid of these; or `FullySharded`, alone or around
-            them, under an outer `Mirrored` (torch's HSDP). `Hybrid(a, b, c)` is `Hybrid(a, Hybrid(b, c))`.
+            them, under an outer `Mirrored` (torch's HSDP); or `ContextParallel`, under these two. `Hybrid(a, b, c)` is
+            `Hybrid(a, Hybrid(b, c))`.
 
     Raises:
         UsageError: these cannot be combined.
@@ -127,6 +130,10 @@ class Hybrid(ServedStrategy):
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
         refuse_derived_state(self.name, probe.module)
+        if isinstance(levels_of(self)[-1], ContextParallel):
+            for each in levels_of(self)[1:]:
+                model = each.inspect_model(model, probe)
+            return model
         counts, (_, sharded, pipeline, tensor) = self._counts(probe.cluster), by_kind(levels_of(self))
         if sharded and not pipeline:
             return sharded.inspect_model(model, probe)
@@ -153,6 +160,8 @@ class Hybrid(ServedStrategy):
         replicas, devices, options = outer * parts, stages * slices, describe_options(self)
         if isinstance(self.outer, Mirrored):
             self.outer.require_network(self.name, cluster)
+        if isinstance(levels_of(self)[-1], ContextParallel):
+            return ring_plan(self.name, options, levels_of(self), counts, model, cluster)
         if tensor and sharded:
             # Refuses what cannot be sliced.
             tensor.plan(model, alone(cluster, slices_of(replicas * stages, slices)))
@@ -231,11 +240,13 @@ class Hybrid(ServedStrategy):
             counts = [count or ranks // known for count in counts]
         left = iter(counts)
         outer, parts, stages, slices = (1 if level is None else next(left) or 1 for level in by_kind(levels_of(self)))
-        return outer, parts, stages, slices
+        return outer, parts, stages, next(left, None) or slices
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         everyone, (outer, sharded, pipeline, tensor) = context.group, by_kind(levels_of(self))
         groups = RankGroups(self._counts(cluster_of(plan)), rank)
+        if isinstance(levels_of(self)[-1], ContextParallel):
+            return ring_replica(levels_of(self), plan, groups, context)
         mates = everyone.subgroup(groups.mates)
         inside = self._inside(plan, groups, context, mates) if pipeline or tensor else None
         connected = among(context, mates, groups.mates)
@@ -341,7 +352,7 @@ def _count_of(strategy: Strategy) -> int | None:
         return strategy.devices
     if isinstance(strategy, Pipeline):
         return strategy.stages
-    assert isinstance(strategy, Mirrored | ParameterAveraging | Served | FullySharded)
+    assert isinstance(strategy, Mirrored | ParameterAveraging | Served | FullySharded | ContextParallel)
     return strategy.workers
 
 

@@ -169,10 +169,10 @@ class GradientUse(ABC):
 
 
 class UsedParameters(GradientUse):
-    """Finds them by what the hosts of `world` workers tell each other."""
+    """Finds them by what the hosts of workers tell each other, who have `shares` of a batch."""
 
-    def __init__(self, group: ProcessGroup, count: int) -> None:
-        self._group, self.world = group, group.world
+    def __init__(self, group: ProcessGroup, count: int, shares: int | None = None) -> None:
+        self._group, self.shares = group, shares or group.world
         shares = group.one_memory
         regions = group.share(count + 1) if shares else (torch.zeros(count + 1, dtype=torch.uint8),)
         # By rank: whether a gradient is missing, and which.
