@@ -25,6 +25,7 @@ from headrace.spec.plan import EVERY_WORKER
 from headrace.strategies import STRATEGIES
 from strategies import references
 from strategies.contract_checks import CHECKS, DOUBLE, MATRICES, Row
+from strategies.contract_kinds import HYBRIDS
 from strategies.contract_models import (
     ADAM,
     BATCH,
@@ -74,37 +75,7 @@ ROWS = {
 
 KINDS = {
     **ROWS,
-    "sharded replicas": Row(
-        lambda workers: hr.Hybrid(hr.Mirrored(workers=max(1, workers // 2)), hr.FullySharded(workers=2)),
-        workers=(4,),
-        many=(4, 4),
-        refuses=MATRICES,
-    ),
-    "replicas of rings": Row(
-        lambda workers: hr.Hybrid(hr.Mirrored(workers=max(1, workers // 2)), hr.ContextParallel(2)),
-        workers=(4,),
-        many=(4, 4),
-        replicas=lambda workers: workers // 2,
-        whole=False,
-        model=SEQUENCES,
-    ),
-    "sharded rings": Row(
-        lambda workers: hr.Hybrid(hr.FullySharded(workers=max(1, workers // 2)), hr.ContextParallel(2)),
-        workers=(4,),
-        many=(4, 4),
-        replicas=lambda workers: workers // 2,
-        whole=False,
-        model=SEQUENCES,
-        refuses=MATRICES,
-    ),
-    "sharded stages": Row(
-        lambda workers: hr.Hybrid(hr.FullySharded(workers=max(1, workers // 2)), hr.Pipeline(2, micro_batches=1)),
-        workers=(4,),
-        many=(4, 4),
-        replicas=lambda workers: workers // 2,
-        whole=False,
-        refuses=MATRICES,
-    ),
+    **HYBRIDS,
     "diloco": Row(partial(hr.DiLoCo, period=3), references.diloco),
     "easgd": Row(partial(hr.EASGD, period=3), references.easgd),
     "gossip-hypercube": Row(partial(hr.Gossip, topology="hypercube"), references.GOSSIPS["hypercube"], many=(4, 8)),

@@ -1,0 +1,41 @@
+"""Rows of hybrids."""
+
+from __future__ import annotations
+
+import headrace as hr
+from strategies.contract_checks import MATRICES, Row
+from strategies.contract_models import SEQUENCES
+
+HYBRIDS = {
+    "replicas of rings": Row(
+        lambda workers: hr.Hybrid(hr.Mirrored(workers=max(1, workers // 2)), hr.ContextParallel(2)),
+        workers=(4,),
+        many=(4, 4),
+        replicas=lambda workers: workers // 2,
+        whole=False,
+        model=SEQUENCES,
+    ),
+    "sharded rings": Row(
+        lambda workers: hr.Hybrid(hr.FullySharded(workers=max(1, workers // 2)), hr.ContextParallel(2)),
+        workers=(4,),
+        many=(4, 4),
+        replicas=lambda workers: workers // 2,
+        whole=False,
+        model=SEQUENCES,
+        refuses=MATRICES,
+    ),
+    "sharded replicas": Row(
+        lambda workers: hr.Hybrid(hr.Mirrored(workers=max(1, workers // 2)), hr.FullySharded(workers=2)),
+        workers=(4,),
+        many=(4, 4),
+        refuses=MATRICES,
+    ),
+    "sharded stages": Row(
+        lambda workers: hr.Hybrid(hr.FullySharded(workers=max(1, workers // 2)), hr.Pipeline(2, micro_batches=1)),
+        workers=(4,),
+        many=(4, 4),
+        replicas=lambda workers: workers // 2,
+        whole=False,
+        refuses=MATRICES,
+    ),
+}
