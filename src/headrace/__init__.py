@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from headrace.spec.options import Checkpoints, EarlyStopping, Options
     from headrace.spec.parameter_sets import ParameterSet
     from headrace.spec.patterns import grouped
+    from headrace.spec.weights import Weights
     from headrace.strategies import (
         EASGD,
         TPU,
@@ -120,6 +121,7 @@ __all__ = [
     "Unconnected",
     "Verification",
     "WandB",
+    "Weights",
     "Worker",
     "calibrate",
     "compare",
@@ -178,6 +180,7 @@ _MODULES = {
     "spec.options": ("Checkpoints", "EarlyStopping", "Options"),
     "spec.parameter_sets": ("ParameterSet",),
     "spec.patterns": ("grouped",),
+    "spec.weights": ("Weights",),
     "training.embeddings.optimizers": ("LazyAdam", "RowwiseAdagrad"),
     "training.embeddings.vocabulary.limit": ("limit_rows",),
     "worker.callbacks.callback": ("Callback", "Moment"),

@@ -113,7 +113,7 @@ def test_what_cannot_be_saved_so(tmp_path: Path) -> None:
         global_batch_size=4,
         steps=1,
     )
-    with pytest.raises(UsageError, match="for models of the transformers library, and the job's is a Linear"):
+    with pytest.raises(UsageError, match="models of the transformers and peft libraries, and the job's is a Linear"):
         hr.fit(plain, engine=THREADS).save_pretrained(tmp_path / "plain")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,10 @@ STRATEGIES: dict[str, hr.Strategy] = {
     "replicas of stages": hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2)),
     "servers of stages": hr.Hybrid(hr.ParameterServer(1, servers=2), hr.Pipeline(2)),
 }
+
+
+LEVELS = {"M": hr.Mirrored(2), "F": hr.FullySharded(2), "P": hr.Pipeline(2), "T": hr.TensorParallel(2)}
+NESTINGS = ["".join(chosen) for count in (1, 2, 3, 4) for chosen in combinations(LEVELS, count)]
 
 
 FORMS = {"one file": (1, False), "three files": (3, False), "tied": (2, True)}
@@ -85,6 +90,23 @@ def test_values_are_those_of_the_files_bit_for_bit(name: str, tmp_path: Path) ->
     run = hr.fit(job_of(place(tmp_path, files, tied), steps=1, rate=0.0), STRATEGIES[name], device="cpu")
     state, values = run.model.state_dict(), stored()
     assert all(torch.equal(state[key], values[key]) for key in values)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NESTINGS)
+def test_every_nesting_reads_the_same_values_and_goes_on_alike(name: str, tmp_path: Path) -> None:
+    levels = [LEVELS[each] for each in name]
+    strategy = levels[0] if len(levels) == 1 else hr.Hybrid(*levels)
+    folder = place(tmp_path, 3, False)
+    # Only processes can have slices of stages.
+    engine = None if "PT" in name else hr.ThreadEngine()
+    run = hr.fit(job_of(folder, steps=1, rate=0.0), strategy, device="cpu", engine=engine)
+    assert all(torch.equal(run.model.state_dict()[key], each) for key, each in stored().items())
+    losses, trained = plain(False)
+    run = hr.fit(job_of(folder), strategy, device="cpu", engine=engine)
+    assert max(abs(one - two) for one, two in zip(losses_of(run), losses, strict=True)) <= 1e-9
+    state = run.model.state_dict()
+    assert max(float((state[key] - each).abs().max()) for key, each in trained.items()) <= 1e-9
 
 
 def test_a_checkpoint_comes_before_stored_values(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from headrace.report.model.summary import Summary, summarize
 from headrace.spec.events import Event
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan
+from headrace.spec.weights import Weights
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.embeddings.local import load_rows, with_layers_of_torch
 from headrace.worker.attributes import load_attributes
@@ -151,7 +152,7 @@ class Run:
 
         That of a job with `weights` has the layout of these: the same names in files of the same names, with the index,
         and what else is in their folder, such as `config.json`. A model of the transformers library is saved as
-        `from_pretrained` reads it.
+        `from_pretrained` reads it; one of the peft library as that saves it: its adapters, without the base.
 
         Args:
             path: of the directory, which is made: config.json, model.safetensors, and the tokenizer's files.
@@ -161,19 +162,21 @@ class Run:
             The path.
 
         Raises:
-            UsageError: the job has no weights and its model is none of that library, `path` is where its weights are,
-                or the tokenizer cannot be saved.
+            UsageError: the job has no weights and its model is none of these libraries, `path` is where its weights
+                are, parameters were trained that are not the adapters', or the tokenizer cannot be saved.
             RunFailed: no model was saved.
             UnfitMachine: the directory cannot be written.
         """
-        # A model of the library has imported it.
-        library = sys.modules.get("transformers.modeling_utils")
+        # A model of a library has imported it.
+        library, peft = map(sys.modules.get, ("transformers.modeling_utils", "peft"))
         known = library is not None and isinstance(self.template, library.PreTrainedModel)
-        if self.job.weights is None and not known:
+        adapters = peft is not None and isinstance(self.template, peft.PeftModel)
+        if self.job.weights is None and not known and not adapters:
             raise UsageError(
-                f"save_pretrained is for jobs with weights and models of the transformers library, and the job's is a "
-                f"{type(self.template).__name__}; if it contains one, call run.model.<its name>.save_pretrained(...); "
-                "run.model is the trained model, and model.safetensors in run.run_dir has its weights"
+                f"save_pretrained is for jobs with weights and models of the transformers and peft libraries, and the "
+                f"job's is a {type(self.template).__name__}; if it contains one, call "
+                "run.model.<its name>.save_pretrained(...); run.model is the trained model, and model.safetensors in "
+                "run.run_dir has its weights"
             )
         saves = getattr(tokenizer, "save_pretrained", None)
         if tokenizer is not None and not callable(saves):
@@ -185,10 +188,14 @@ class Run:
         if disk.is_file(path):
             raise UsageError(f"{path} is a file; save_pretrained makes a directory: name another path")
         try:
-            if self.job.weights is not None:
+            if adapters:
+                from headrace.weights.adapters import save_adapters
+
+                save_adapters(self.model, path)
+            elif self.job.weights is not None:
                 from headrace.weights.saving import save_like
 
-                save_like(self.job.weights, self._saved(), path)
+                save_like(Weights.of(self.job.weights), self._saved(), path)
             else:
                 self.model.save_pretrained(path)  # type: ignore[operator]
             if callable(saves):

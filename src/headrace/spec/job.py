@@ -12,6 +12,7 @@ from msgspec import Struct
 from headrace.errors import UsageError
 from headrace.spec.options import Options, require_count
 from headrace.spec.parameter_sets import ParameterSet, TurnOrder, as_sets, check_sets, loss_name
+from headrace.spec.weights import Weights
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,8 +52,8 @@ class Job:
         target: selects what the loss and the metrics get, likewise. By default the second of a pair, or the
             whole dict.
         weights: a folder of safetensors files, one such file, or the URL of either, whose tensors are the model's first
-            values, by the names of its `state_dict()`; a folder may have a `model.safetensors.index.json`. None for the
-            values that `model` gives.
+            values, by the names of its `state_dict()`; a folder may have a `model.safetensors.index.json`. An
+            `hr.Weights` has names that differ. None for the values that `model` gives.
         source: the file that it was read from, for commands that read it again; None where a program made it.
 
     Raises:
@@ -86,7 +87,7 @@ class Job:
     options: Options = field(default_factory=Options)
     inputs: Any = None
     target: Any = None
-    weights: str | os.PathLike[str] | None = None
+    weights: str | os.PathLike[str] | Weights | None = None
     source: JobSource | None = None
 
     def __post_init__(self) -> None:
@@ -109,8 +110,8 @@ class Job:
             raise UsageError(f"metrics must be a dict of names to functions, got {type(self.metrics).__name__}")
         if taken := [name for name in self.metrics or () if name in ("loss", *map(loss_name, self.sets))]:
             raise UsageError(f"evaluations have the job's loss as {taken[0]!r}; give the metric another name")
-        if not isinstance(self.weights, str | os.PathLike | None) or self.weights == "":
-            raise UsageError(f"weights must be a folder, a file or a URL, got {self.weights!r}")
+        if self.weights is not None:
+            Weights.of(self.weights)
         if not isinstance(self.options, Options):
             raise UsageError(f"options must be hr.Options(...), got {type(self.options).__name__}")
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from headrace.parameter_server.replication.directory import ServerDirectory
     from headrace.training.on_device.clipping import DeviceClipping
     from headrace.training.on_device.found_inf import FoundInf
-    from headrace.weights.reading import Weights
+    from headrace.weights.reading import StoredValues
 
 _HOST = torch.device("cpu")
 
@@ -95,7 +95,7 @@ class WorkerContext:
     servers: Callable[[], ServerDirectory] = _no_servers
     sample: Callable[[], Any] = tuple
     user_code: frozenset[str] = frozenset()
-    weights: Weights | None = None
+    weights: StoredValues | None = None
     inside: ModelParallelGroup | None = None
 
     @cached_property

@@ -16,7 +16,7 @@ accelerators through theirs (NCCL):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -159,7 +159,7 @@ class FullySharded(Strategy):
         module, group = context.module, context.group
         collective = context.device_group() or group
         broadcast(module, collective)
-        fill = _broadcast_parts(module, None if context.weights else collective)
+        fill = _broadcast_parts(module, collective, context.weights.tensors.keys() if context.weights else ())
         units = find_units(module, self.units)
         communicates = context.synchronise_batch_norm()
         whole = _named(context)
@@ -237,10 +237,12 @@ class FullySharded(Strategy):
         return Replica(compute, DividedExchange(updater, context.clipper({}), used, divided, measured, mates))
 
 
-def _broadcast_parts(module: nn.Module, collective: Collective | None) -> Callable[[Sequence[str]], None]:
+def _broadcast_parts(
+    module: nn.Module, collective: Collective, stored: Collection[str]
+) -> Callable[[Sequence[str]], None]:
     """Returns what gives memory to named parameters of a model that is made in parts: rank 0 makes, and all get them.
 
-    All ranks call it together. Without a collective values come later, and memory that no rank has written to is free.
+    All ranks call it together. Values that are `stored` come later, and memory that no rank has written to is free.
     """
     from headrace.training.deferred.parts import parts_of
 
@@ -250,11 +252,11 @@ def _broadcast_parts(module: nn.Module, collective: Collective | None) -> Callab
     device = next(each.device for each in module.parameters() if not each.is_meta)
 
     def make(name: str, empty: Tensor) -> Tensor:
-        if collective is not None and collective.rank == 0:
+        if collective.rank == 0 and name not in stored:
             value = parts.value(name).to(device)
         else:
             value = torch.empty(empty.shape, dtype=empty.dtype, device=device)
-        if collective is not None:
+        if name not in stored:
             broadcast_tensors([value], collective)
         return value
 

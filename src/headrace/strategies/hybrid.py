@@ -61,7 +61,7 @@ from headrace.strategies.refusals import Refusal
 from headrace.strategies.served import ServedStrategy, ServerContext
 from headrace.strategies.served_hybrid import Served, in_parts, of_outer, served_plan, served_replica
 from headrace.strategies.strategy import Strategy, describe_options
-from headrace.strategies.tensor_parallel import TensorParallel
+from headrace.strategies.tensor_parallel import TensorParallel, stored_slices
 from headrace.tensor_parallel.recording import Trial
 from headrace.training.exchange import Replica
 from headrace.training.whole_model import ModelParallelGroup
@@ -97,13 +97,13 @@ class Hybrid(ServedStrategy):
 
     name = "hybrid"
     whole_model = False
+    reads_parts = True
     divided = True
 
     def __init__(self, outer: Strategy, inner: Strategy, *inside: Strategy) -> None:
         check_levels([level for each in (outer, inner, *inside) for level in levels_of(each)])
         object.__setattr__(self, "outer", outer)
         object.__setattr__(self, "inner", Hybrid(inner, *inside) if inside else inner)
-        object.__setattr__(self, "reads_parts", by_kind(levels_of(self))[3] is None)
         object.__setattr__(self, "in_parts", any(each.in_parts for each in levels_of(self)))
 
     @property
@@ -253,7 +253,12 @@ class Hybrid(ServedStrategy):
         own = context
         if inside:
             inside.connects = among(context, inside.group, groups.devices), context.device_group
-            own = replace(context, model=inside.model, group=mates, device_group=connected, inside=inside)
+            values = stored_slices(context, inside)
+            own = replace(
+                context, model=inside.model, group=mates, device_group=connected, inside=inside, weights=values
+            )
+            if values and not sharded and not pipeline:
+                values.read(context.module)
         if sharded:
             within, alike = everyone.subgroup(groups.parts), everyone.subgroup(groups.replicas)
             others: Collective | None = (among(context, alike, groups.replicas)() or alike) if outer else None
@@ -306,6 +311,7 @@ class Hybrid(ServedStrategy):
                 "and workers are processes"
             )
         sliced = tensor.inside(near(groups.slices), everyone, mates) if tensor else None
+        context = replace(context, weights=stored_slices(context, sliced))
         if not pipeline:
             assert sliced is not None
             return sliced

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -42,6 +43,17 @@ from headrace.tensor_parallel.rewriting import RULES, split
 from headrace.training.exchange import Replica
 from headrace.training.whole_model import ModelParallelGroup
 from headrace.trees import map_tensors
+
+if TYPE_CHECKING:
+    from headrace.weights.reading import StoredValues
+
+
+def stored_slices(context: WorkerContext, inside: ModelParallelGroup | None) -> StoredValues | None:
+    """Returns what reads a rank's slices of the model's stored values; None where there are none to read."""
+    made = inside.slices if inside else None
+    if context.weights is None or not isinstance(made, RewrittenModel):
+        return context.weights
+    return context.weights.sliced(made.runs, made.group.rank, made.group.world)
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,7 @@ class TensorParallel(Strategy):
 
     name = "tensor_parallel"
     equals_one_device = True
+    reads_parts = True
     whole_model = False
     divided = True
     collectives = True
@@ -146,6 +159,8 @@ class TensorParallel(Strategy):
         alone = ThreadCollective(ThreadGroup(1), 0)
         inside = self.inside(context, context.group, alone)
         inside.connects = context.device_group, context.device_group
+        if values := stored_slices(context, inside):
+            values.read(context.module)
         own = replace(context, model=inside.model, group=alone, device_group=lambda: None, inside=inside)
         exchange = LocalExchange(everywhere(own.model.parameters), own)
         return Replica(own.whole_model(), exchange, slices=inside.slices)

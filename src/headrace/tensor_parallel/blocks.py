@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -41,6 +41,8 @@ class Block:
         row: the layer split by its inputs, which takes what the inside makes of them.
         numbers: attributes of the module, and their values on every device.
         partial: modules of the inside with parameters, which every device has whole and gives its own heads.
+        beside: a further layer split by its inputs, the first of an adapter of `row`.
+        drops: dropout of its input, which is a slice.
     """
 
     name: str
@@ -48,11 +50,28 @@ class Block:
     row: str
     numbers: Mapping[str, int] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    drops: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The layers split by their inputs."""
+        return (self.row, *self.beside)
 
     @property
     def kinds(self) -> dict[str, str]:
         """The rule of each layer."""
-        return {**dict.fromkeys(self.columns, "column"), self.row: "row"}
+        return {**dict.fromkeys(self.columns, "column"), **dict.fromkeys(self.rows, "row")}
+
+
+@dataclass(frozen=True)
+class _Adapted:
+    """A linear layer with adapters of the peft library, `base(x) + scale * up(down(dropout(x)))`, by names."""
+
+    base: str
+    downs: tuple[str, ...]
+    ups: tuple[str, ...]
+    drops: tuple[str, ...]
 
 
 def find_blocks(
@@ -63,6 +82,8 @@ def find_blocks(
     `layers` are those that may be split.
     """
     goals = _goals(steps, layers)
+    adapted = _adapted(module, layers, goals)
+    goals, layers = _as_one(adapted, goals, layers)
     plan = _own_plan(module)
     found: dict[str, Block] = {}
     undivided: dict[str, str] = {}
@@ -82,9 +103,56 @@ def find_blocks(
                 for each, child in part.named_children()
                 if inside[each] not in goals and any(True for _ in child.parameters())
             )
-            found[name] = Block(name, {**block.columns, **biases}, block.row, block.numbers, others)
+            found[name] = replace(block, columns={**block.columns, **biases}, partial=others)
             taken |= found[name].kinds.keys()
-    return tuple(found.values()), undivided
+    return tuple(_with_adapters(block, adapted) for block in found.values()), undivided
+
+
+def _adapted(
+    module: nn.Module, layers: Mapping[str, Splittable], goals: Mapping[str, frozenset[str]]
+) -> dict[str, _Adapted]:
+    """Returns the linear layers with adapters, by name, of which every layer that runs may be split."""
+    found = {}
+    for name, part in open_modules(module):
+        children = dict(part.named_children())
+        if not {"base_layer", "lora_A", "lora_B"} <= children.keys():
+            continue
+
+        def inside(sort: str, of: type[nn.Module], name: str = name, part: nn.Module = part) -> tuple[str, ...]:
+            inner = part.get_submodule(sort).named_children()
+            return tuple(f"{name}.{sort}.{each}" for each, layer in inner if isinstance(layer, of))
+
+        base = f"{name}.base_layer"
+        downs, ups = ([each for each in inside(sort, nn.Linear) if each in goals] for sort in ("lora_A", "lora_B"))
+        ends = {up for down in downs for up in goals[down]}
+        if base in goals and layers[base].sort == "linear" and ends == {*ups}:
+            found[name] = _Adapted(base, tuple(downs), tuple(ups), inside("lora_dropout", nn.Dropout))
+    return found
+
+
+def _as_one(
+    adapted: Mapping[str, _Adapted], goals: Mapping[str, frozenset[str]], layers: Mapping[str, Splittable]
+) -> tuple[dict[str, frozenset[str]], dict[str, Splittable]]:
+    """Returns goals and layers in which a layer with its adapters is one, by the name of the module that has them."""
+    owner = {each: name for name, own in adapted.items() for each in (own.base, *own.downs, *own.ups)}
+    found: dict[str, set[str]] = {}
+    for name, reached in goals.items():
+        if name not in owner or name not in adapted[owner[name]].downs:
+            found.setdefault(owner.get(name, name), set()).update(owner.get(each, each) for each in reached)
+    forms = {name: layers[own.base] for name, own in adapted.items()}
+    return {name: frozenset(reached) for name, reached in found.items()}, {**layers, **forms}
+
+
+def _with_adapters(block: Block, adapted: Mapping[str, _Adapted]) -> Block:
+    """Returns a block in terms of the layers themselves: what adapters add is split as what it is added to."""
+    columns: dict[str, int] = {}
+    for name, matrices in block.columns.items():
+        own = adapted.get(name)
+        columns |= dict.fromkeys((name,) if own is None else (own.base, *own.ups), matrices)
+    row = adapted.get(block.row)
+    if row is None:
+        return replace(block, columns=columns)
+    return replace(block, columns=columns, row=row.base, beside=row.downs, drops=row.drops)
 
 
 def _goals(steps: Sequence[ValueStep], layers: Mapping[str, Splittable]) -> dict[str, frozenset[str]]:

@@ -16,7 +16,7 @@ from headrace.errors import UnknownName, UsageError, in_one_line
 from headrace.tensor_parallel.analysis import obstacles, splittable
 from headrace.tensor_parallel.blocks import Block, find_blocks
 from headrace.tensor_parallel.recording import Atoms, ForwardRecord, Trial, record, tried
-from headrace.tensor_parallel.rules import KINDS, Flow, Splittable, ValueStep, any_number, choose, follow
+from headrace.tensor_parallel.rules import AXES, KINDS, Flow, Splittable, ValueStep, any_number, choose, follow
 
 RULES = ("column", "row", "channels", "heads", "batch", "replicate")
 """What may be said of a layer: see `TensorParallel`."""
@@ -45,11 +45,12 @@ class Layout:
     def flow(self) -> Flow:
         """Where values stay split."""
         inner = {name: frozenset[str]() for block in self.blocks for name in block.columns}
-        inner |= {block.row: frozenset(block.columns) for block in self.blocks}
+        inner |= {row: frozenset(block.columns) for block in self.blocks for row in block.rows}
         flow = follow(self.steps, self.layers, self.kinds, inner)
         seen = {step.name for step in self.steps if step.does == "part"}
         # What takes the value of a part that was not called is not known.
         flow.gathers |= {name for name in self.batches.values() if name not in seen}
+        flow.drops |= {name: AXES["linear"] for block in self.blocks for name in block.drops}
         return flow
 
     @cached_property

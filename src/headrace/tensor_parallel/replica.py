@@ -55,6 +55,10 @@ class ShardDim:
         blocks = [part.unflatten(self.dim, (self.blocks, -1)) for part in parts]
         return torch.stack(blocks, self.dim + 1).flatten(self.dim, self.dim + 2)
 
+    def run(self, shape: Sequence[int], world: int) -> int:
+        """Returns how many elements of a part of a tensor of such a shape lie together in it: every `world`-th run."""
+        return math.prod(shape[self.dim :]) // (self.blocks * world)
+
     def place(self, parts: Sequence[Tensor], start: int, shape: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """Yields pieces of the whole tensor, flat, and where each begins, of the same rows of all ranks' parts.
 
@@ -88,6 +92,11 @@ class RewrittenModel:
     kinds: Mapping[str, str]
     device: torch.device
     notices: tuple[str, ...] = ()
+
+    @property
+    def runs(self) -> dict[str, int]:
+        """How many elements of each parameter that is cut lie together."""
+        return {name: cut.run(self.shapes[name], self.group.world) for name, cut in self.cuts.items()}
 
     @property
     def repeated(self) -> frozenset[str]:

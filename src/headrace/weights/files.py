@@ -15,7 +15,9 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from headrace.checkpoint.header import BYTES, NAMES, PREFIX
 from headrace.data.sources.storage import SourceFile, find_files, map_files
@@ -26,21 +28,32 @@ ENDING = ".safetensors"
 _MOST_HEADER_BYTES = 100 << 20
 """As the safetensors library."""
 _SHOWN = 3
+T = TypeVar("T", int, Tensor)
 _REMEDY = "copy it again"
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: its torch type and shape, and the byte of the file at which it begins."""
+    """A tensor in a file: its torch type and shape, and the byte of the file at which it begins.
+
+    `run` makes it a slice: of all runs of so many elements those of a rank, of which there are `world`.
+    """
 
     file: SourceFile
     dtype: str
     shape: tuple[int, ...]
     begin: int
+    run: int = 0
+    rank: int = 0
+    world: int = 1
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+    def place(self, element: T) -> T:
+        """Returns which element of the tensor an element of a slice is, or which each of several is."""
+        return element // self.run * (self.run * self.world) + element % self.run + self.run * self.rank
 
 
 def names_of(names: Sequence[str]) -> str:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
 from headrace.errors import UsageError
 from headrace.modules import is_dense
+from headrace.spec.weights import Weights
+from headrace.weights.adapters import names_of_base
 from headrace.weights.files import StoredTensor, absolute, find_tensors, names_of
-from headrace.weights.reading import Weights, same_content
+from headrace.weights.reading import StoredValues, same_content
 
 _LISTED = 5
 
 
-def find_weights(where: str | os.PathLike[str], module: nn.Module, without: str, tables: Sequence[str] = ()) -> Weights:
+def find_weights(weights: Weights, module: nn.Module, without: str, tables: Sequence[str] = ()) -> StoredValues:
     """Returns where the first values of a model's tensors are.
 
     `without` begins the names of those that are no part of the files, as of a loss that came with the job; `tables` are
@@ -29,31 +31,51 @@ def find_weights(where: str | os.PathLike[str], module: nn.Module, without: str,
     """
     if tables:
         raise UsageError(
-            f"weights={os.fspath(where)!r} has tensors, and the rows of the sparse embedding {tables[0]!r} are none of "
-            "the model's; use sparse=False there"
+            f"weights={absolute(weights.where)!r} has tensors, and the rows of the sparse embedding {tables[0]!r} are "
+            "none of the model's; use sparse=False there"
         )
-    stored, place = find_tensors(where), absolute(where)
+    place, every = absolute(weights.where), find_tensors(weights.where)
     first, tensors = _first_names(module, without), _tensors_of(module, without)
+    left_out = {*_fitting(weights.unused, list(every), "unused", f"in {place}")}
+    stored = {name: each for name, each in every.items() if name not in left_out}
     if other := [name for name, each in tensors.items() if not is_dense(each)]:
         raise UsageError(f"{names_of(other)} of the model is not dense, and safetensors files have no form for that")
     found: dict[str, StoredTensor] = {}
     names: dict[str, str] = {}
+    places, apart = names_of_base(module, first, stored)
     for name, each in stored.items():
-        own = first.get(name)
-        if own is None:
-            continue
-        if own in found and not same_content(found[own], each):
-            raise UsageError(
-                f"the model has one tensor as {names[own]!r} and {name!r}, and the two in {place} differ; tie them "
-                "there, or not in the model"
-            )
-        if own not in found:
-            found[own], names[own] = each, name
-    _require_names(place, stored, first, [name for name in tensors if name not in found])
+        for place_of in places.get(weights.renamed(name), ()):
+            own = first[place_of]
+            if own in found and not same_content(found[own], each):
+                raise UsageError(
+                    f"the model has one tensor as {names[own]!r} and {name!r}, and the two in {place} differ; tie them "
+                    "there, or not in the model"
+                )
+            if own not in found:
+                found[own], names[own] = each, name
+    missing = {*_fitting(weights.missing, list(tensors), "missing", "of the model")}
+    if there := [name for name in missing if name in found]:
+        raise UsageError(
+            f"missing has {names_of(sorted(there))}, and {place} has {names[min(there)]!r}; leave it out, or name what "
+            "is there in unused, too"
+        )
+    missing |= {first[name] for name in apart}
+    unknown = [name for name in stored if weights.renamed(name) not in places]
+    _require_names(place, stored, {*places}, [name for name in tensors if name not in {*found, *missing}], unknown)
+    tensors = {name: each for name, each in tensors.items() if name in found}
     if problems := list(_misfits(tensors, found)):
         more = f"; and {len(problems) - _LISTED:,} more" if len(problems) > _LISTED else ""
         raise UsageError(f"the tensors in {place} are not the model's: {'; '.join(problems[:_LISTED])}{more}")
-    return Weights(found)
+    return StoredValues(found)
+
+
+def _fitting(patterns: Sequence[str], names: Sequence[str], argument: str, where: str) -> Iterator[str]:
+    """Yields the names that patterns fit, of which each must fit one."""
+    for pattern in patterns:
+        fitting = [name for name in names if fnmatchcase(name, pattern)]
+        if not fitting:
+            raise UsageError(f"{argument} has {_nearest([pattern], list(names))}, and no tensor {where} is named so")
+        yield from fitting
 
 
 def _first_names(module: nn.Module, without: str) -> dict[str, str]:
@@ -73,19 +95,19 @@ def _tensors_of(module: nn.Module, without: str) -> dict[str, Tensor]:
 
 
 def _require_names(
-    place: str, stored: Mapping[str, StoredTensor], first: Mapping[str, str], missing: list[str]
+    place: str, stored: Mapping[str, StoredTensor], known: Collection[str], missing: list[str], unknown: list[str]
 ) -> None:
-    unknown = [name for name in stored if name not in first]
     said = []
     if missing:
         near = _nearest(missing, unknown or list(stored))
         said.append(f"{len(missing):,} tensors of the model are not there, {near}")
     if unknown:
-        said.append(f"{len(unknown):,} there are not the model's, {_nearest(unknown, missing or list(first))}")
+        said.append(f"{len(unknown):,} there are not the model's, {_nearest(unknown, missing or list(known))}")
     if said:
         raise UsageError(
-            f"the {len(stored):,} tensors in {place} have other names than the model's {len({*first.values()}):,}: "
-            f"{'; '.join(said)}; give a model of which state_dict() has the names in the files"
+            f"the {len(stored):,} tensors in {place} have other names than the model's {len(known):,}: "
+            f"{'; '.join(said)}; give a model of which state_dict() has the names in the files, or "
+            "weights=hr.Weights(folder, rename={...}, missing=[...], unused=[...])"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -15,13 +15,15 @@ from headrace.weights.files import StoredTensor
 
 _CHUNK = 8 << 20
 _AT_ONCE = 8
+_LEAST_RUN = 4 << 10
+"""Bytes of a slice that lie together, from which on they are read by themselves: shorter ones with all between them."""
 
 Target = tuple[StoredTensor, int, Tensor]
 """A stored tensor, the first of its elements that are wanted, and where they go, `(elements,)`, contiguous."""
 
 
 @dataclass(frozen=True)
-class Weights:
+class StoredValues:
     """Where the first values of a model's parameters and buffers are.
 
     Attributes:
@@ -44,6 +46,13 @@ class Weights:
         for name, value in apart.items():
             found[name].copy_(value)
 
+    def sliced(self, runs: Mapping[str, int], rank: int, world: int) -> StoredValues:
+        """Returns where a rank's slices are: of named tensors every `world`-th run of so many elements."""
+        found = dict(self.tensors)
+        for name in runs.keys() & found.keys():
+            found[name] = replace(found[name], run=runs[name], rank=rank, world=world)
+        return StoredValues(found)
+
     def read_parts(self, parts: Iterable[tuple[str, int, Tensor]]) -> None:
         """Reads elements of flattened tensors: a name, the first element, and where they go, flat and contiguous."""
         fill((self.tensors[name], start, part) for name, start, part in parts if name in self.tensors)
@@ -59,7 +68,7 @@ def fill(targets: Iterable[Target]) -> None:
 
 def _chunks(targets: Iterable[Target]) -> Iterator[Target]:
     for stored, start, target in targets:
-        most = max(1, _CHUNK // getattr(torch, stored.dtype).itemsize)
+        most = max(1, _CHUNK // getattr(torch, stored.dtype).itemsize // stored.world)
         for at in range(0, len(target), most):
             yield stored, start + at, target[at : at + most]
 
@@ -69,9 +78,27 @@ def _fill_chunk(chunk: Target) -> None:
     dtype = getattr(torch, stored.dtype)
     in_place = target.dtype == dtype and target.device.type == HOST
     content = target if in_place else torch.empty(len(target), dtype=dtype)
-    stored.file.read_into(stored.begin + start * dtype.itemsize, content.view(torch.uint8).numpy().data)
+    if not stored.run:
+        _read(stored, start, content)
+    elif stored.file.remote is None and stored.run * dtype.itemsize >= _LEAST_RUN:
+        at = 0
+        while at < len(content):
+            length = min(len(content) - at, stored.run - (start + at) % stored.run)
+            _read(stored, stored.place(start + at), content[at : at + length])
+            at += length
+    elif len(content):
+        first = stored.place(start)
+        between = torch.empty(stored.place(start + len(content) - 1) + 1 - first, dtype=dtype)
+        _read(stored, first, between)
+        places = stored.place(torch.arange(start, start + len(content)))
+        content.copy_(between[places - first])
     if not in_place:
         target.copy_(content)
+
+
+def _read(stored: StoredTensor, start: int, content: Tensor) -> None:
+    place = stored.begin + start * content.dtype.itemsize
+    stored.file.read_into(place, content.view(torch.uint8).numpy().data)
 
 
 def same_content(one: StoredTensor, other: StoredTensor) -> bool:

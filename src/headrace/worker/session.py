@@ -30,6 +30,7 @@ from headrace.spec.events import Notice
 from headrace.spec.job import Job, Share
 from headrace.spec.parameter_sets import one_optimizer
 from headrace.spec.plan import Plan, Role, exchanges_in_host_memory, name_of, sums_lie_in_host_memory
+from headrace.spec.weights import Weights
 from headrace.strategies.context import BatchInfo, WorkerContext
 from headrace.training.embeddings.constructing import deferred_tables, put_tables
 from headrace.training.exchange import Replica, UpdatingExchange
@@ -41,7 +42,7 @@ from headrace.worker.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from headrace.parameter_server.replication.directory import ServerDirectory
-    from headrace.weights.reading import Weights
+    from headrace.weights.reading import StoredValues
     from headrace.worker.accelerators.connected import ConnectedDevices
     from headrace.worker.evaluations.evaluation import Evaluation
 
@@ -208,13 +209,13 @@ def alone(job: Job, name: str) -> Job:
     return replace(job, optimizer=own.optimizer, loss=job.loss[name], options=own.options(job.options))
 
 
-def stored_values(run: RunSpec, module: nn.Module) -> Weights | None:
+def stored_values(run: RunSpec, module: nn.Module) -> StoredValues | None:
     """Returns where the values are with which a whole model begins; None for those of the seed, or a checkpoint."""
     if run.job.weights is None or run.resume:
         return None
     from headrace.weights.fitting import find_weights
 
-    return find_weights(run.job.weights, module, f"{LOSS}.")
+    return find_weights(Weights.of(run.job.weights), module, f"{LOSS}.")
 
 
 def build_context(

@@ -24,6 +24,7 @@ from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
+from headrace.spec.weights import Weights
 from headrace.strategies import Strategy
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.embeddings.local import LocalRows
@@ -244,5 +245,6 @@ def check_weights(job: Job, module: nn.Module, model: ModelSpec) -> Job:
     from headrace.weights.files import absolute
     from headrace.weights.fitting import find_weights
 
-    find_weights(job.weights, module, f"{LOSS}.", [each.name for each in model.tables])
-    return replace(job, weights=absolute(job.weights))
+    weights = Weights.of(job.weights)
+    find_weights(weights, module, f"{LOSS}.", [each.name for each in model.tables])
+    return replace(job, weights=replace(weights, where=absolute(weights.where)))
