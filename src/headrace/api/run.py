@@ -25,7 +25,6 @@ from headrace.report.model.summary import Summary, summarize
 from headrace.spec.events import Event
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan
-from headrace.spec.weights import Weights
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.embeddings.local import load_rows, with_layers_of_torch
 from headrace.worker.attributes import load_attributes
@@ -193,6 +192,7 @@ class Run:
 
                 save_adapters(self.model, path)
             elif self.job.weights is not None:
+                from headrace.spec.weights import Weights
                 from headrace.weights.saving import save_like
 
                 save_like(Weights.of(self.job.weights), self._saved(), path)

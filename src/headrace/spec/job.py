@@ -12,10 +12,11 @@ from msgspec import Struct
 from headrace.errors import UsageError
 from headrace.spec.options import Options, require_count
 from headrace.spec.parameter_sets import ParameterSet, TurnOrder, as_sets, check_sets, loss_name
-from headrace.spec.weights import Weights
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from headrace.spec.weights import Weights
 
 
 class JobSource(Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,6 +112,9 @@ class Job:
         if taken := [name for name in self.metrics or () if name in ("loss", *map(loss_name, self.sets))]:
             raise UsageError(f"evaluations have the job's loss as {taken[0]!r}; give the metric another name")
         if self.weights is not None:
+            # Few jobs have any.
+            from headrace.spec.weights import Weights
+
             Weights.of(self.weights)
         if not isinstance(self.options, Options):
             raise UsageError(f"options must be hr.Options(...), got {type(self.options).__name__}")

@@ -30,7 +30,6 @@ from headrace.spec.events import Notice
 from headrace.spec.job import Job, Share
 from headrace.spec.parameter_sets import one_optimizer
 from headrace.spec.plan import Plan, Role, exchanges_in_host_memory, name_of, sums_lie_in_host_memory
-from headrace.spec.weights import Weights
 from headrace.strategies.context import BatchInfo, WorkerContext
 from headrace.training.embeddings.constructing import deferred_tables, put_tables
 from headrace.training.exchange import Replica, UpdatingExchange
@@ -213,6 +212,7 @@ def stored_values(run: RunSpec, module: nn.Module) -> StoredValues | None:
     """Returns where the values are with which a whole model begins; None for those of the seed, or a checkpoint."""
     if run.job.weights is None or run.resume:
         return None
+    from headrace.spec.weights import Weights
     from headrace.weights.fitting import find_weights
 
     return find_weights(Weights.of(run.job.weights), module, f"{LOSS}.")

@@ -24,7 +24,6 @@ from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
-from headrace.spec.weights import Weights
 from headrace.strategies import Strategy
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.embeddings.local import LocalRows
@@ -242,6 +241,7 @@ def check_weights(job: Job, module: nn.Module, model: ModelSpec) -> Job:
     """
     if job.weights is None:
         return job
+    from headrace.spec.weights import Weights
     from headrace.weights.files import absolute
     from headrace.weights.fitting import find_weights
 
