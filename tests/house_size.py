@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 113_229
+LINES = 113_725
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_740
@@ -16,7 +16,7 @@ CLOSURES = {
     "strategies.one_device": 9_550,
     "strategies.mirrored": 10_740,
     "strategies.central_storage": 12_780,
-    "worker.main": 19_650,
+    "worker.main": 19_660,
     "engine.local.process": 21_150,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_850,

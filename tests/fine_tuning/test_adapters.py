@@ -101,7 +101,7 @@ def test_what_is_trained_and_no_adapter_is_not_lost(tmp_path: Path) -> None:
 
 ODD: dict[str, dict[str, Any]] = {
     "attention alone": {"target_modules": ["q_proj", "v_proj"]},
-    "rank-stabilised, with biases": {"use_rslora": True, "lora_bias": True},
+    "rank-stabilised": {"use_rslora": True},
     "a head of its own": {"modules_to_save": ["lm_head"]},
     "dropout": {"lora_dropout": 0.3},
 }

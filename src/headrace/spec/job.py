@@ -112,7 +112,6 @@ class Job:
         if taken := [name for name in self.metrics or () if name in ("loss", *map(loss_name, self.sets))]:
             raise UsageError(f"evaluations have the job's loss as {taken[0]!r}; give the metric another name")
         if self.weights is not None:
-            # Few jobs have any.
             from headrace.spec.weights import Weights
 
             Weights.of(self.weights)

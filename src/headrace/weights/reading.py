@@ -15,7 +15,7 @@ from headrace.weights.files import StoredTensor
 
 _CHUNK = 8 << 20
 _AT_ONCE = 8
-_LEAST_RUN = 4 << 10
+_LEAST_RUN = 16 << 10
 """Bytes of a slice that lie together, from which on they are read by themselves: shorter ones with all between them."""
 
 Target = tuple[StoredTensor, int, Tensor]
