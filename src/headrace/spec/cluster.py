@@ -23,7 +23,7 @@ class Host:
         accelerators: devices by name, "cuda:0"; empty on a CPU machine.
         ranks: of the processes that a launcher has started on it, where there are several hosts.
         address: by which other hosts reach it; "" where it is not given.
-        price_per_hour: in any currency, the same for all hosts.
+        price_per_hour: in the cluster's currency, the same for all hosts.
         device_memory_bytes: of each accelerator, of the largest where they differ; 0 where it is not known.
         device_flops: floating-point operations a second that a device attains in training, not its peak; 0 where it is
             not known, and a model's measured times count.
@@ -33,6 +33,7 @@ class Host:
         worker_devices: of each of its workers, in the order of their ranks, where the user has named them; else ().
         identities: UUIDs of `worker_devices`, or else of `accelerators`, where a name does not say which device it is:
             processes that each see a device of their own all call it "cuda:0". () where names do.
+        watts: that it takes while all its devices train; 0 where it is not known.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Host:
     hours_between_failures: float = 0.0
     worker_devices: tuple[str, ...] = ()
     identities: tuple[str, ...] = ()
+    watts: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Cluster:
         links: between hosts, as measured or as said.
         trusted: whether accelerators may exchange between hosts by themselves, without encryption.
         rdma: whether network cards read and write the memory of accelerators (InfiniBand, RoCE, EFA).
+        currency: of prices, "EUR"; "" where it is not said.
 
     Examples:
         >>> cluster = hr.Cluster.load("cluster.toml")
@@ -97,6 +100,7 @@ class Cluster:
     links: tuple[Link, ...] = ()
     trusted: bool = False
     rdma: bool = False
+    currency: str = ""
 
     @property
     def accelerators(self) -> int:

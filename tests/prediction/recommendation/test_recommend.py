@@ -305,7 +305,7 @@ def test_the_command_of_rented_machines_names_them_and_that_of_some_hosts_too(
     model(1, layers=True).save(tmp_path / "model.json")
     Path("cluster.toml").write_text(hosts(3).toml())
     asked = ["recommend", "model.json", "--cluster", "cluster.toml", "--global-batch-size", "2", "--json"]
-    assert run([*asked, "--examples", "3000"]) == 0
+    assert run([*asked, "--examples", "3000000"]) == 0
     document = json.loads(capsys.readouterr().out)
     names = document["winner"]["hosts"]
     words = shlex.split(document["command"])

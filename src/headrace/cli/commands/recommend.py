@@ -22,7 +22,6 @@ from headrace.cli.options import SettingsOption
 from headrace.cli.output import Answer, say, wrapped, writing
 from headrace.errors import UsageError
 from headrace.machine import disk
-from headrace.report.format import duration, short
 
 if TYPE_CHECKING:
     from headrace.prediction.recommendation.offers import Offer
@@ -95,6 +94,7 @@ def recommend(
     # Before the model is measured, which takes half a minute.
     machines = cluster_of(cluster)
     known, batch, goal, pieces = _known(model, settings)
+    from headrace.prediction.recommendation.answer import sentences
     from headrace.prediction.recommendation.page import write_page
     from headrace.prediction.recommendation.recommend import recommend as find
 
@@ -113,12 +113,13 @@ def recommend(
     command = _command(advice, job, machines, cluster, chosen)
     shell_lines = _shell_lines(command)
     needed = _needed(advice, job, batch)
-    lines = list(_lines(advice, shell_lines, needed))
+    told = list(sentences(advice))
+    lines = list(_lines(advice, told, shell_lines, needed))
     if out is not None:
         with writing("the page", out, "--out"):
-            write_page(out, advice, [*_sentences(advice), *needed], shell_lines)
+            write_page(out, advice, [*told, *needed], shell_lines)
         lines.append(f"page: {out}")
-    answer.give(_plain(advice, " ".join(map(_quoted, command)), needed), "\n".join(lines))
+    answer.give(_plain(advice, " ".join(told), " ".join(map(_quoted, command)), needed), "\n".join(lines))
 
 
 def seconds_of(text: str) -> float:
@@ -156,34 +157,6 @@ def _known(path: Path, settings: list[str] | None) -> tuple[ModelSpec | Path, in
         length = len(as_pipeline(job.data)[0])
     count = job.epochs * length if job.epochs else (job.steps or 1) * job.global_batch_size
     return measured, job.global_batch_size, count, job.options.accumulate
-
-
-def _sentences(advice: Recommendation) -> Iterator[str]:
-    # Lazily: it imports torch.
-    from headrace.prediction.recommendation.offers import SLOWER_NETWORK
-
-    winner = advice.winner
-    prediction, batch = winner.prediction, winner.prediction.global_batch_size
-    fit = len(advice.offers) + len(advice.bounded)
-    yield f"Of {advice.tried} candidates {fit} fit; {len(advice.offers)} of these were simulated."
-    if advice.bounded:
-        yield f"{len(advice.bounded)} were bounded, not simulated: their bound is no better than one of their family."
-    yield f"It takes {duration(winner.seconds)} for {advice.goal.examples:,} examples in rounds of {batch:,},"
-    yield f"and {duration(winner.slow_s)} where the network attains {SLOWER_NETWORK:g} of its rate."
-    if not advice.distribute:
-        yield "Do not distribute: one device is the best, or as good."
-    elif advice.speed_up is None:
-        yield "The model does not fit on one device."
-    else:
-        yield f"That is {advice.speed_up:.2f} times as fast as one device. Its bottleneck: {prediction.bottleneck}."
-        family = winner.candidate.family
-        able = [offer for offer in advice.offers if offer.candidate.family == family and not offer.refused]
-        if advice.knee < max(offer.candidate.devices for offer in able):
-            yield f"From {advice.knee} devices on, more bring less than half of what they would at best."
-        else:
-            yield f"Up to these {advice.knee} devices, more bring at least half of what they would at best."
-    if advice.deadline_s is not None and winner.seconds > advice.deadline_s:
-        yield f"Nothing meets the deadline: this is {duration(winner.seconds - advice.deadline_s)} too late."
 
 
 def _own_settings(needed: int, given: int, settings: Sequence[str]) -> list[str]:
@@ -244,18 +217,9 @@ def _shell_lines(words: Sequence[str]) -> list[str]:
     return lines
 
 
-def _lines(advice: Recommendation, command: Sequence[str], needed: Sequence[str]) -> Iterator[str]:
+def _lines(advice: Recommendation, told: Sequence[str], command: Sequence[str], needed: Sequence[str]) -> Iterator[str]:
     winner = advice.winner
-    hosts = f"{len(winner.hosts)} host{'s' * (len(winner.hosts) > 1)}"
-    rows = [
-        ("recommended", winner.text),
-        ("on", f"{winner.candidate.devices} device{'s' * (winner.candidate.devices > 1)} of {hosts}"),
-    ]
-    if winner.money:
-        rows.append(("money", f"{short(winner.money)} for the hosts, whole"))
-    for name, value in rows:
-        yield from wrapped(value, f"{name:<13}", " " * 13)
-    yield from wrapped(" ".join(_sentences(advice)))
+    yield from wrapped(" ".join(told))
     yield ""
     yield from command
     for sentence in needed:
@@ -273,11 +237,20 @@ def _lines(advice: Recommendation, command: Sequence[str], needed: Sequence[str]
         yield from wrapped(note, "  ", "      ")
     for family, why, number in advice.misfits:
         yield from wrapped(f"{family}, {number} candidates: {why}", "  ", "      ")
+    simulated, fit = len(advice.offers), len(advice.offers) + len(advice.bounded)
+    yield from wrapped(f"{advice.tried} candidates, of which {fit} fit; {simulated} were simulated.", "  ", "      ")
+    if advice.bounded:
+        yield from wrapped(
+            f"{len(advice.bounded)} were bounded, not simulated: their bound is no better than one of their family.",
+            "  ",
+            "      ",
+        )
 
 
-def _plain(advice: Recommendation, command: str, needed: Sequence[str]) -> dict[str, Any]:
+def _plain(advice: Recommendation, told: str, command: str, needed: Sequence[str]) -> dict[str, Any]:
     return {
         "winner": _offer_plain(advice, advice.winner),
+        "answer": told,
         "command": command,
         "distribute": advice.distribute,
         "speed_up": advice.speed_up,
@@ -307,6 +280,7 @@ def _offer_plain(advice: Recommendation, offer: Offer) -> dict[str, Any]:
         "seconds": offer.seconds,
         "slow_seconds": offer.slow_s,
         "money": offer.money,
+        "kilowatt_hours": offer.kilowatt_hours,
         "accumulate": offer.accumulate,
         "why_not": "" if offer.text == advice.winner.text else advice.why_not(offer),
         "prediction": prediction_plain(offer.prediction),

@@ -54,8 +54,9 @@ class Offer:
 
     Attributes:
         accumulate: micro-batches of a worker's share, so that its activations fit (`Options.accumulate`).
-        seconds: to the goal, after what failures cost.
+        seconds: to the goal, from the command on, after what failures cost; `start_s` of these before the first step.
         money: of all hosts that it uses, whole; 0 without prices.
+        kilowatt_hours: that they take; 0 where the power of one is not known.
         hosts: that it uses, by name, those of workers first.
         refused: why headrace cannot run it on this cluster today; "" if it can.
         slow_s: the same time with a slower network; `seconds` where it was not asked for.
@@ -69,6 +70,8 @@ class Offer:
     hosts: tuple[str, ...]
     refused: str = ""
     slow_s: float = 0.0
+    start_s: float = 0.0
+    kilowatt_hours: float = 0.0
 
     @property
     def text(self) -> str:
@@ -179,6 +182,7 @@ def _prepare(candidate: Candidate, question: Question) -> _Prepared | Misfit:
     except UsageError as error:
         return Misfit(candidate, str(error), isinstance(error, InfeasiblePlan))
     seconds = question.goal.examples / scene.examples * step_s / (failing.useful if failing else 1.0)
+    seconds += assumptions.start_of(question.cluster.device, len(hosts))
     return _Prepared(candidate, scene, needed, seconds, _money(hosts, seconds))
 
 
@@ -189,12 +193,24 @@ def _simulate(prepared: _Prepared, question: Question) -> Offer | Misfit:
     except UsageError as error:
         return Misfit(candidate, str(error))
     prediction = predicted(candidate.strategy, scene, timeline, prepared.needed)
-    seconds = question.goal.examples / prediction.useful_examples_per_s
     hosts = _used(scene)
+    start_s = question.assumptions.start_of(question.cluster.device, len(hosts))
+    seconds = start_s + question.goal.examples / prediction.useful_examples_per_s
     refused = _refused(candidate, question.model, scene)
     money = _money(hosts, seconds)
     names = tuple(host.name for host in hosts)
-    return Offer(candidate, scene.accumulate, prediction, seconds, money, names, refused, seconds)
+    return Offer(
+        candidate,
+        scene.accumulate,
+        prediction,
+        seconds,
+        money,
+        names,
+        refused,
+        seconds,
+        start_s,
+        _energy(hosts, seconds),
+    )
 
 
 def _used(scene: Scene) -> list[Host]:
@@ -203,6 +219,10 @@ def _used(scene: Scene) -> list[Host]:
 
 def _money(hosts: Sequence[Host], seconds: float) -> float:
     return seconds / 3600 * sum(host.price_per_hour for host in hosts)
+
+
+def _energy(hosts: Sequence[Host], seconds: float) -> float:
+    return seconds / 3600 * sum(host.watts for host in hosts) / 1000 if all(host.watts for host in hosts) else 0.0
 
 
 def with_band(offer: Offer, question: Question) -> Offer:

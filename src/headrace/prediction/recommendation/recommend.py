@@ -27,8 +27,11 @@ from headrace.prediction.recommendation.offers import (
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 
-_WORTH = 1.1
+WORTH = 1.1
 """Distribution pays from this speed-up on: predictions are off by as much."""
+SHORT_S = 60.0
+"""What one host trains in so little time stays there: to start elsewhere takes as long."""
+_NO_CURRENCY = 'the prices of hosts have no currency; write currency = "EUR" at the top of the cluster\'s file'
 _NO_LAYERS = "pipeline, tensor_parallel and hybrid were not tried: the model's layers are not known"
 _MOST_HOSTS = 256
 """The largest cluster that is asked about where a model does not fit on the given one."""
@@ -47,6 +50,7 @@ class Recommendation:
         knee: devices from which on more bring less than half of what they would at best, in the winner's family.
         alone: one device, if the model fits there.
         tried: number of candidates.
+        currency: of `Offer.money`; "" where the cluster does not say it.
         bounded: those that fit, and that were not simulated: even their bound is no better than another one of their
             family on as many devices.
         by_money: whether the cheapest is ranked first, else the quickest.
@@ -71,6 +75,7 @@ class Recommendation:
     deadline_s: float | None = None
     notes: tuple[str, ...] = ()
     bounded: tuple[Pruned, ...] = ()
+    currency: str = ""
 
     @property
     def speed_up(self) -> float | None:
@@ -164,8 +169,14 @@ def recommend(
         tried=len(results),
         by_money=by_money,
         deadline_s=deadline_s,
-        notes=(*differ, *doubtful_units(model, cluster), *(() if model.layers else (_NO_LAYERS,))),
+        notes=(
+            *differ,
+            *doubtful_units(model, cluster),
+            *(() if model.layers else (_NO_LAYERS,)),
+            *((_NO_CURRENCY,) if cluster.price_per_hour and not cluster.currency else ()),
+        ),
         bounded=tuple(each for each in results if isinstance(each, Pruned)),
+        currency=cluster.currency,
     )
 
 
@@ -272,7 +283,9 @@ def _winner(ranked: Sequence[Offer], any_updates: bool) -> Offer:
     same = [offer for offer in able if any_updates or offer.candidate.as_one_device]
     if not same:
         raise InfeasiblePlan(f"headrace can run none of the {len(ranked)} candidates that fit: {ranked[0].refused}")
+    near = [offer for offer in same if len(offer.hosts) == 1]
+    same = near if near and near[0].seconds < SHORT_S else same
     winner = same[0]
     alone = next((offer for offer in same if offer.candidate.devices == 1), None)
-    little = alone is not None and alone.seconds < _WORTH * winner.seconds
+    little = alone is not None and alone.seconds < WORTH * winner.seconds
     return alone if alone is not None and little else winner

@@ -26,6 +26,7 @@ def read(path: Path | str) -> Cluster:
 def text_of(cluster: Cluster) -> str:
     """Returns the text that `read` reads."""
     lines = [f"device = {_text(cluster.device)}"]
+    lines += [f"currency = {_text(cluster.currency)}"] * bool(cluster.currency)
     rates = cluster.link_bytes_per_s, cluster.link_latency_s
     if rates != (Cluster.link_bytes_per_s, Cluster.link_latency_s) or cluster.rdma:
         lines += ["", "[network]", *_rates(*rates), *["rdma = true"] * cluster.rdma]
@@ -41,6 +42,7 @@ def text_of(cluster: Cluster) -> str:
             "bus_gb_per_s": (host.bus_bytes_per_s / 1e9, Host.bus_bytes_per_s / 1e9),
             "speed": (host.speed, Host.speed),
             "hours_between_failures": (host.hours_between_failures, Host.hours_between_failures),
+            "watts": (host.watts, Host.watts),
         }
         lines += [f"{key} = {_number(value)}" for key, (value, default) in figures.items() if value != default]
     for link in cluster.links:
@@ -63,17 +65,17 @@ def _number(value: float) -> str:
     return f"{value:.6g}" if value < 1e6 else f"{value:.0f}"
 
 
-_TOP = ("device", "network", "hosts", "links")
+_TOP = ("device", "currency", "network", "hosts", "links")
 _HOST = (
     *("name", "count", "address", "cores", "memory_gb", "accelerators", "price_per_hour", "device_memory_gb"),
-    *("device_tflops", "bus_gb_per_s", "speed", "hours_between_failures"),
+    *("device_tflops", "bus_gb_per_s", "speed", "hours_between_failures", "watts"),
 )
 _RATES = ("mbit_per_s", "latency_ms")
 _LINK = ("between", "from", "to", *_RATES, "shared")
 # Far above what there is: 100 Tbit/s of a network, 10 s of latency, 100 TB of memory, 1 EFLOP/s and 100 TB/s in a host.
 _MOST_MBIT, _MOST_MS, _MOST_GB, _MOST_TFLOPS, _MOST_BUS_GB = 1e8, 1e4, 1e5, 1e6, 1e5
 # More would be a slip of the hand, and fill the memory.
-_MOST_HOSTS, _MOST_ACCELERATORS = 100_000, 1024
+_MOST_HOSTS, _MOST_ACCELERATORS, _MOST_WATTS = 100_000, 1024, 1e6
 # Far below: 10 kbit/s of a network, 10 MB of memory, 100 MFLOP/s, 10 MB/s and a failure every 4 s in a host.
 _LEAST_MBIT, _LEAST_GB, _LEAST_TFLOPS, _LEAST_BUS_GB, _LEAST_HOURS = 0.01, 0.01, 1e-4, 0.01, 1e-3
 
@@ -92,14 +94,16 @@ def _cluster(document: Mapping[str, Any]) -> Cluster:
             raise UsageError(f"hosts[{first[host.name]}] and hosts[{place}] have one name, {host.name!r}")
     hosts = tuple(host for _, host in places)
     links = _links(document, [host.name for host in hosts])
+    currency = text(document, "currency", "", "")
     if "network" not in document:
-        return Cluster(hosts, device=device, links=links)
+        return Cluster(hosts, device=device, links=links, currency=currency)
     network = document["network"]
     if not isinstance(network, dict):
         raise UsageError("network must be a table, [network]")
     check_keys(network, (*_RATES, "rdma"), "network")
     rdma = flag(network, "rdma", "network")
-    return Cluster(hosts, None, device, *_rate_and_latency(network, "network"), links=links, rdma=rdma)
+    rates = _rate_and_latency(network, "network")
+    return Cluster(hosts, None, device, *rates, links=links, rdma=rdma, currency=currency)
 
 
 def _hosts(item: Mapping[str, Any], where: str, device: str) -> list[Host]:
@@ -121,9 +125,11 @@ def _hosts(item: Mapping[str, Any], where: str, device: str) -> list[Host]:
         * 1e9,
         speed=number(item, "speed", where, 1.0),
         hours_between_failures=number(item, "hours_between_failures", where, 0.0, least=_LEAST_HOURS),
+        watts=number(item, "watts", where, 0.0, most=_MOST_WATTS),
     )
-    for key, value in (("bus_gb_per_s", host.bus_bytes_per_s), ("speed", host.speed)):
-        if value == 0:
+    figures = {"bus_gb_per_s": host.bus_bytes_per_s, "speed": host.speed, "watts": host.watts}
+    for key, value in figures.items():
+        if value == 0 and (key in item or key != "watts"):
             raise UsageError(f"{where}.{key} must be above 0")
     if "count" not in item:
         return [host]
