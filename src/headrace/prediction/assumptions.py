@@ -33,8 +33,6 @@ _NVLINK_BYTES_PER_S = 32e9
 """Above what PCIe 4.0 has."""
 _BUS_LATENCY_S, _PCIE_LATENCY_S, _LATENCY_S = 3.4e-6, 5.7e-6, 9.6e-6
 """Of a step of a ring over NVLink, PCIe and a network of devices: NCCL's own model (tuning.cc, Simple protocol)."""
-_START_S, _FAR_START_S = 2.0, 10.0
-"""The first was measured (benchmarks/start-up). Hosts that connect, and devices that are made ready, take longer."""
 _TCP_LATENCY_S = 25e-6
 """Of a small message by TCP, half of a round trip of 50 us within a data centre."""
 
@@ -65,7 +63,6 @@ class Assumptions:
         input_gradient_share: the part of a backward pass that makes the gradient of the input, where a schedule does
             both parts apart.
         checkpoint_s, restart_s: how long a checkpoint stops the run, and how long it takes to begin again.
-        start_s: from the command to the first step; None for 2 s on one host's CPUs, 10 s elsewhere.
         seed: of the random numbers: the same seed, the same result.
 
     Raises:
@@ -95,7 +92,6 @@ class Assumptions:
     input_gradient_share: float = 0.5
     checkpoint_s: float = 5.0
     restart_s: float = 60.0
-    start_s: float | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -128,12 +124,6 @@ class Assumptions:
         if self.bus_share is not None:
             return self.bus_share
         return 1.0 if device == HOST else _BUS_SHARE
-
-    def start_of(self, device: str, hosts: int) -> float:
-        """Returns `start_s`, or what it is where it is None."""
-        if self.start_s is not None:
-            return self.start_s
-        return _START_S if device == HOST and hosts == 1 else _FAR_START_S
 
     def latency_of_link(self, device: str) -> float:
         """Returns `latency_s`, or what it is where it is None."""

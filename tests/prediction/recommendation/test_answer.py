@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from headrace.errors import UsageError
-from headrace.prediction.assumptions import Assumptions
 from headrace.prediction.recommendation.answer import sentences
 from headrace.prediction.recommendation.recommend import recommend
 from headrace.spec.cluster import Cluster, Host
@@ -40,11 +39,11 @@ def test_it_says_what_to_do_what_it_costs_and_what_is_cheaper() -> None:
 
 
 def test_a_time_begins_with_the_start() -> None:
-    quick, late = (
-        recommend(model(1), rented(1), global_batch_size=64, assumptions=Assumptions(start_s=start)).winner
-        for start in (0.0, 100.0)
+    few, many = (
+        recommend(model(1), rented(1), global_batch_size=64, examples=examples).winner for examples in (64_000, 128_000)
     )
-    assert late.seconds - quick.seconds == pytest.approx(100)
+    assert few.start_s == many.start_s == 2
+    assert many.seconds - 2 == pytest.approx(2 * (few.seconds - 2))
 
 
 def test_what_one_host_trains_in_seconds_stays_there() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from headrace.devices import HOST
 from headrace.errors import HeadraceError, InfeasiblePlan, UsageError
 from headrace.policies.behaviour import Stages
 from headrace.prediction.assumptions import Assumptions
@@ -23,6 +24,8 @@ from headrace.spec.model import ModelSpec
 _MOST_MICRO_BATCHES = 1024
 _ACTIONS = 2000
 """Steps of workers that a candidate is simulated for."""
+_START_S, _FAR_START_S = 2.0, 10.0
+"""From the command to the first step: on one host's CPUs (benchmarks/start-up), and with devices or several hosts."""
 _DIVIDED_STEPS = 2
 """Of pipelines, whose passes are many, and of replicas that several devices hold."""
 SLOWER_NETWORK = 0.6
@@ -182,7 +185,7 @@ def _prepare(candidate: Candidate, question: Question) -> _Prepared | Misfit:
     except UsageError as error:
         return Misfit(candidate, str(error), isinstance(error, InfeasiblePlan))
     seconds = question.goal.examples / scene.examples * step_s / (failing.useful if failing else 1.0)
-    seconds += assumptions.start_of(question.cluster.device, len(hosts))
+    seconds += _start_s(question, hosts)
     return _Prepared(candidate, scene, needed, seconds, _money(hosts, seconds))
 
 
@@ -194,7 +197,7 @@ def _simulate(prepared: _Prepared, question: Question) -> Offer | Misfit:
         return Misfit(candidate, str(error))
     prediction = predicted(candidate.strategy, scene, timeline, prepared.needed)
     hosts = _used(scene)
-    start_s = question.assumptions.start_of(question.cluster.device, len(hosts))
+    start_s = _start_s(question, hosts)
     seconds = start_s + question.goal.examples / prediction.useful_examples_per_s
     refused = _refused(candidate, question.model, scene)
     money = _money(hosts, seconds)
@@ -215,6 +218,10 @@ def _simulate(prepared: _Prepared, question: Question) -> Offer | Misfit:
 
 def _used(scene: Scene) -> list[Host]:
     return list({host.name: host for host in (*scene.hosts, *scene.servers)}.values())
+
+
+def _start_s(question: Question, hosts: Sequence[Host]) -> float:
+    return _START_S if question.cluster.device == HOST and len(hosts) == 1 else _FAR_START_S
 
 
 def _money(hosts: Sequence[Host], seconds: float) -> float:

@@ -154,8 +154,7 @@ def recommend(
     results = search(candidates(model, cluster, question.goal.global_batch_size), question)
     misfits = _misfits(results, question)
     ranked = _ranked([each for each in results if isinstance(each, Offer)], by_money, deadline_s)
-    winner = _winner(ranked, any_updates)
-    best = _firsts(ranked)
+    winner, best = _winner(ranked, any_updates), _firsts(ranked)
     named = {id(offer): offer for offer in (winner, *best)}
     banded = {name: with_band(offer, question) for name, offer in named.items()}
     return Recommendation(
@@ -169,15 +168,19 @@ def recommend(
         tried=len(results),
         by_money=by_money,
         deadline_s=deadline_s,
-        notes=(
-            *differ,
-            *doubtful_units(model, cluster),
-            *(() if model.layers else (_NO_LAYERS,)),
-            *((_NO_CURRENCY,) if cluster.price_per_hour and not cluster.currency else ()),
-        ),
+        notes=(*differ, *_notes(model, cluster)),
         bounded=tuple(each for each in results if isinstance(each, Pruned)),
         currency=cluster.currency,
     )
+
+
+def _notes(model: ModelSpec, cluster: Cluster) -> list[str]:
+    notes = list(doubtful_units(model, cluster))
+    if not model.layers:
+        notes.append(_NO_LAYERS)
+    if cluster.price_per_hour and not cluster.currency:
+        notes.append(_NO_CURRENCY)
+    return notes
 
 
 def knee(offers: Sequence[Offer]) -> int:
