@@ -13,11 +13,11 @@ CORE = 14_740
 CLOSURES = {
     "data": 800,
     "data.loading.loader": 6_200,
-    "strategies.one_device": 9_550,
+    "strategies.one_device": 9_560,
     "strategies.mirrored": 10_740,
     "strategies.central_storage": 12_780,
     "worker.main": 19_660,
-    "engine.local.process": 21_150,
+    "engine.local.process": 21_160,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_850,
     "api.fit": 32_350,
