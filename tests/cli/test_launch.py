@@ -3,10 +3,12 @@ import os
 import sys
 import types
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from headrace.cli import run
+from headrace.cli.commands.launch import OPTIONS, launch
 from headrace.errors import WorkerFailed
 
 Capture = pytest.CaptureFixture[str]
@@ -46,6 +48,32 @@ def test_the_script_gets_its_arguments(
 ) -> None:
     assert run(["launch", *arguments]) == 0
     assert launched == [(Path("train.py"), script_gets, workers)]
+
+
+def test_an_option_that_both_have_is_the_scripts_behind_it(launched, capsys: Capture) -> None:
+    Path("train.py").write_text("parser.add_argument('--workers', type=int)")
+    assert run(["launch", "--workers", "3", "train.py", "--workers", "0", "--port=1"]) == 0
+    assert run(["launch", "train.py", "--port", "0", "--workers", "0"]) == 2
+    assert run(["launch", "--", "train.py", "--workers", "0"]) == 0
+    assert launched == [
+        (Path("train.py"), ("--workers", "0", "--port=1"), 3),
+        (Path("train.py"), ("--workers", "0"), 2),
+    ]
+    err = " ".join(capsys.readouterr().err.split())
+    assert (
+        "train.py has an option --workers of its own, as headrace launch has: write launch's before the script" in err
+    )
+    assert "as in headrace launch --workers 2 train.py --port 0 --workers 0" in err
+
+
+def test_the_options_that_may_be_the_scripts_are_those_of_launch() -> None:
+    declared = get_type_hints(launch, include_extras=True).values()
+    parts = [
+        vars(part) for each in declared for part in get_args(each) if "param_decls" in getattr(part, "__dict__", ())
+    ]
+    # Of an option, typer has the first name where others have the default.
+    named = [name for part in parts for name in (part["default"], *(part["param_decls"] or ()))]
+    assert {name for name in named if str(name).startswith("--")} - {"--help"} == OPTIONS
 
 
 def test_a_job_file_that_would_train_nothing_is_refused(launched, capsys: Capture) -> None:

@@ -16,6 +16,7 @@ from scripts.both_ways import PORTS, WORLD, lines_of
 NAMES = sorted(path.stem for path in PORTS.glob("*.py"))
 BY_DEFINITION = {
     "reinforce": "each draws random numbers of its own",
+    "simclr": "the loss of an example depends on other examples of its share",
 }
 """Scripts whose numbers are others in several processes, and what rank 0 says of that before the first step."""
 

@@ -16,7 +16,7 @@ from headrace.cli.command import help_option, option
 from headrace.cli.commands.bench import bench
 from headrace.cli.commands.data import data
 from headrace.cli.commands.doctor import doctor
-from headrace.cli.commands.launch import launch
+from headrace.cli.commands.launch import launch, separated
 from headrace.cli.commands.launch_files import launch_files
 from headrace.cli.commands.profile import calibrate, profile
 from headrace.cli.commands.recommend import recommend
@@ -128,7 +128,8 @@ for _name, _command in COMMANDS.items():
 def run(arguments: Sequence[str]) -> int:
     """Runs a command line and returns its exit code."""
     try:
-        code = typer.main.get_command(app).main(list(arguments), prog_name="headrace", standalone_mode=False)
+        words = ["launch", *_of_launch(arguments[1:])] if arguments[:1] == ["launch"] else list(arguments)
+        code = typer.main.get_command(app).main(words, prog_name="headrace", standalone_mode=False)
     except Terminated:
         # Between commands' bodies, which take it with a message.
         return ExitCode.TERMINATED
@@ -147,6 +148,13 @@ def run(arguments: Sequence[str]) -> int:
         typer.echo(f"error: {problem}", err=True)
         return ExitCode.ENVIRONMENT
     return code if isinstance(code, int) else 0
+
+
+def _of_launch(arguments: Sequence[str]) -> list[str]:
+    try:
+        return separated(arguments)
+    except ValueError as error:
+        raise _TyperError(str(error)) from error
 
 
 def _open_streams() -> None:

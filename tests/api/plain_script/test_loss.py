@@ -19,7 +19,14 @@ from headrace.api.plain_script.losses.loss import LossWatch, mean_check
 from headrace.api.plain_script.meeting import BACKWARD, Meeting
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import UsageError
-from headrace.training.user_code.loss_graph import ShareFactors, findings_of, made_of, require_mean, require_sum
+from headrace.training.user_code.loss_graph import (
+    LastOutput,
+    ShareFactors,
+    findings_of,
+    made_of,
+    require_mean,
+    require_sum,
+)
 
 EXAMPLES, BATCH = 4, 8
 MODEL = nn.Linear(5, 3)
@@ -290,5 +297,31 @@ def test_what_is_made_to_look_at_a_loss_lies_where_it_does() -> None:
     loss = (outputs.softmax(0) ** 2).mean()
     # In the place of an accelerator: what names no device would be made on this one.
     with torch.device("meta"):
-        found = list(findings_of(loss, outputs))
+        found = list(findings_of(loss, outputs, len(outputs)))
     assert any("depends on other examples" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "is_said"),
+    [
+        (lambda rows: functional.cross_entropy(rows @ rows.t(), torch.arange(8).roll(4)), True),
+        (lambda rows: (1 - functional.cosine_similarity(rows[:4], rows[4:])).mean(), False),
+        (lambda rows: (1 - functional.cosine_similarity(rows[::2], rows[1::2])).mean(), False),
+        (lambda rows: functional.cross_entropy(rows, torch.arange(8) % 3), False),
+    ],
+)
+def test_the_rows_of_other_examples_are_looked_at(loss_of: Callable[[Tensor], Tensor], is_said: bool) -> None:
+    """Two views of four pictures, which may be compared with each other, and not with those of other pictures."""
+    last = LastOutput()
+    rows = torch.randn(8, 3, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    last.keep(None, None, rows)
+    outputs = last.take(4)
+    assert outputs is rows
+    assert any("depends on other examples" in line for line in findings_of(loss_of(rows), rows, 4)) == is_said
+
+
+def test_rows_of_frames_are_not_examples() -> None:
+    last = LastOutput()
+    for shape, taken in (((12, 4, 7), False), ((4, 12, 7), True), ((5, 7), False), ((8, 7), True)):
+        last.keep(None, None, torch.ones(shape, requires_grad=True))
+        assert (last.take(4) is not None) == taken

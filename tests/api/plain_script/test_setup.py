@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 import headrace as hr
-from headrace.api.plain_script.checks import check_parts, facts_of
+from headrace.api.plain_script.checks import check_parts, facts_of, refuse_wrappers
 from headrace.engine.local.engine import launch_script
 from headrace.errors import UsageError
 
@@ -201,6 +201,11 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     [
         (lambda: torch.ones(2), lambda _: None, "the model is a Tensor; hr.setup takes a torch.nn.Module"),
         (lambda: nn.LazyLinear(1), sgd, "weight has no shape yet; run the model on an example before hr.setup"),
+        (
+            lambda: nn.Sequential(nn.DataParallel(nn.Linear(2, 1))),
+            sgd,
+            "0 is in DataParallel, which divides each batch itself, and hr.setup does that; give hr.setup its .module",
+        ),
         (clamping, sgd, "a hook of 'weight' is not linear"),
         (lambda: nn.Linear(2, 1), lambda _: sgd(nn.Linear(2, 1)), "2 of the optimizer's parameters are not the"),
         (lambda: nn.Linear(2, 1), lambda model: [sgd(model)], "the optimizer is a list"),
@@ -210,6 +215,16 @@ def test_what_several_processes_cannot_train_is_refused(build: Any, optimizer_of
     model = build()
     with pytest.raises(UsageError, match=re.escape(message)):
         check_parts(model, optimizer_of(model))
+
+
+def test_what_is_wrapped_after_setup_is_refused_at_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (nn.DataParallel, nn.parallel.DistributedDataParallel):
+        monkeypatch.setattr(kind, "__init__", kind.__init__)
+    refuse_wrappers()
+    with pytest.raises(UsageError, match=r"test_setup.py, line \d+, has DataParallel, which .*; take it out"):
+        nn.DataParallel(nn.Linear(2, 1))
+    with pytest.raises(UsageError, match=r"has DistributedDataParallel, which averages gradients, whatever the sizes"):
+        nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
 
 
 def test_a_factor_in_a_hook_is_the_same_for_a_share() -> None:

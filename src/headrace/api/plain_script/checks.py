@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
@@ -27,15 +28,32 @@ _COLUMNS = (Tensor, np.ndarray, list, tuple)
 _SAMPLED = 64
 """Examples of which a digest is compared."""
 
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def refuse_wrappers() -> None:
+    """Refuses, from now on, what divides batches or averages gradients as hr.setup does."""
+    for kind in _WRAPPERS:
+
+        def refuse(*_: object, kind: type[nn.Module] = kind, **__: object) -> None:
+            caller = traceback.extract_stack(limit=2)[0]
+            raise UsageError(f"{caller.filename}, line {caller.lineno}, has {_why(kind)}; take it out")
+
+        setattr(kind, "__init__", refuse)  # noqa: B010
+
+
+def _why(kind: type[nn.Module]) -> str:
+    does = "divides each batch" if kind is nn.DataParallel else "averages gradients, whatever the sizes of shares,"
+    return f"{kind.__name__}, which {does} itself, and hr.setup does that"
+
 
 def check_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Raises a UsageError for a model or an optimizer that several processes cannot train."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model is a {type(model).__name__}; hr.setup takes a torch.nn.Module, one in each call")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise UsageError(
-            "DistributedDataParallel averages gradients itself, without weights; give hr.setup its .module"
-        )
+    for name, part in model.named_modules():
+        if isinstance(part, _WRAPPERS):
+            raise UsageError(f"{name or 'the model'} is in {_why(type(part))}; give hr.setup its .module")
     lazy = [name for name, each in model.named_parameters() if isinstance(each, nn.parameter.UninitializedParameter)]
     if lazy:
         raise UsageError(f"{lazy[0]} has no shape yet; run the model on an example before hr.setup (lazy layers)")

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from headrace.api.plain_script.checks import check_parts, facts_of, guard_batch_norm, say_hooks
+from headrace.api.plain_script.checks import check_parts, facts_of, guard_batch_norm, refuse_wrappers, say_hooks
 from headrace.api.plain_script.gradients import Synchronizer
 from headrace.api.plain_script.losses.forwards import FirstForward
 from headrace.api.plain_script.losses.loss import LossWatch
@@ -150,6 +150,7 @@ class _Script:
         self._known: set[tuple[int, int]] = set()
         self._watch = LossWatch(self.meeting)
         let_others_draw(self.meeting)
+        refuse_wrappers()
         register_optimizer_step_pre_hook(self._notice)
 
         def leave() -> None:

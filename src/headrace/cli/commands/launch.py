@@ -36,6 +36,11 @@ _TRAINING = {"setup", "fit", "launch", "compare"}
 """What a script calls that trains something."""
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 
+OPTIONS = frozenset(
+    ("--workers", "--hosts", "--cluster", "--port", "--distribution", "--ssh", "--python", "--keep-going", "--json")
+)
+"""Of `headrace launch`."""
+
 COMMAND_LINE = ("-c", "from headrace.cli import main; main()")
 """Arguments of Python that are the command line."""
 
@@ -200,3 +205,34 @@ def _training(script: Path, arguments: tuple[str, ...], cluster: Path | None) ->
     named = any(argument.split("=")[0] == "--run-dir" for argument in arguments)
     where = () if named else ("--run-dir", str(default_run_dir(job_name(script))))
     return (*COMMAND_LINE, "train", str(script), *arguments, *where, *known)
+
+
+def separated(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments of `launch` with -- before a script that has options of launch's names.
+
+    What stands behind such a script is the script's, if launch's own stand before it; a ValueError if none does.
+    """
+    words = list(arguments)
+    place = next((index for index, word in enumerate(words) if word.endswith(".py") and _literals(word)), None)
+    if place is None or "--" in words:
+        return words
+    behind = [word.split("=")[0] for word in words[place + 1 :]]
+    both = [word for word in behind if word in OPTIONS and word in _literals(words[place])]
+    if not both:
+        return words
+    if any(word.split("=")[0] in OPTIONS for word in words[:place]):
+        return [*words[:place], "--", *words[place:]]
+    example = ["headrace", "launch", "--workers", "2", *words[place:]]
+    raise ValueError(
+        f"{words[place]} has an option {both[0]} of its own, as headrace launch has: write launch's before the script, "
+        f"and what stands behind it is the script's, as in {shlex.join(example)}"
+    )
+
+
+def _literals(script: str) -> set[str]:
+    """Returns the texts in a script; none where it cannot be read, which is said when it is run."""
+    try:
+        tree = ast.parse(Path(script).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return set()
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}

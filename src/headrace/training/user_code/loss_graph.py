@@ -245,17 +245,18 @@ def _is_one(value: float, counts: Sequence[int]) -> bool:
     return any(math.isclose(value, count, rel_tol=1e-6) for count in counts)
 
 
-def findings_of(loss: Tensor, outputs: Tensor) -> Iterator[str]:
-    """Yields lines about a loss that is not a mean over examples, from its derivatives by outputs `(examples, ...)`.
+def findings_of(loss: Tensor, outputs: Tensor, examples: int) -> Iterator[str]:
+    """Yields lines about a loss that is not a mean over examples, from its derivatives by outputs of a row each.
 
-    In a mean, each example has a part of its own: second derivatives by two examples are 0.
+    In a mean, each example has a part of its own: second derivatives by two examples are 0. It may have several rows
+    (views of a picture, words): one after another, or each behind those of all examples.
     """
     gradient = _gradient(loss, outputs, create_graph=True)
     if gradient is None or len(outputs) < 2:
         return
     rows = gradient.detach().reshape(len(outputs), -1)
     without = int((rows == 0).all(1).sum())
-    if 0 < without < len(rows):
+    if 0 < without < len(rows) == examples:
         yield (
             "some examples of a share have no gradient: if the loss is a mean over chosen ones (a mask, ignore_index), "
             "each process divides by its own number, and the result is not that of one process; divide their sum by "
@@ -269,7 +270,8 @@ def findings_of(loss: Tensor, outputs: Tensor) -> Iterator[str]:
     if second is None:
         return
     sizes = second.reshape(len(outputs), -1).abs().amax(1)
-    if float(sizes[1:].max()) > _SMALL * float(sizes.max()):
+    others = [row for row in range(len(rows) // examples, len(rows)) if row % examples]
+    if others and float(sizes[others].max()) > _SMALL * float(sizes.max()):
         yield (
             "the loss of an example depends on other examples of its share (they are compared, or a root or a ratio is "
             "taken over the batch): each process has that of its share, and the result is not that of one process"
@@ -349,7 +351,7 @@ def _scaled(values: Sequence[float], examples: Sequence[int], by: int) -> list[f
 
 
 class LastOutput:
-    """Keeps the outputs of a model's last forward, as far as there is a row for each example."""
+    """Keeps the outputs of a model's last forward, as far as there are as many rows for each example."""
 
     def __init__(self) -> None:
         self.outputs: Tensor | None = None
@@ -363,6 +365,8 @@ class LastOutput:
     def take(self, examples: int) -> Tensor | None:
         """Returns them once; not those with hooks, which a derivative by them would call."""
         outputs, self.outputs = self.outputs, None
-        if outputs is None or len(outputs) != examples or internals.gradient_hooks(outputs):
+        if outputs is None or internals.gradient_hooks(outputs):
             return None
-        return outputs
+        # Where the batch is another dim, rows are of something else.
+        has_rows = len(outputs) % max(1, examples) == 0 and examples not in outputs.shape[1:]
+        return outputs if has_rows or len(outputs) == examples else None

@@ -55,7 +55,7 @@ class LossGuard:
         if is_one:
             require_mean(MeanCheck(self._say, _REMEDY, _COUNTED), loss, share.examples, share.of)
             outputs = self._last.take(share.examples)
-            for line in () if outputs is None else findings_of(loss, outputs):
+            for line in () if outputs is None else findings_of(loss, outputs, share.examples):
                 self._say(line)
         if not self._left:
             self._end()

@@ -110,7 +110,7 @@ class LossWatch:
         require_mean(mean_check(self._meeting), loss, examples, of, gradient)
         for last, _ in self._models if loss.numel() == 1 else ():
             outputs = last.take(examples)
-            for line in () if outputs is None else findings_of(loss, outputs):
+            for line in () if outputs is None else findings_of(loss, outputs, examples):
                 self._meeting.say(line)
 
 
