@@ -1,12 +1,21 @@
-"""Rows of hybrids."""
+"""Rows of hybrids, and of sequences that are divided between split blocks."""
 
 from __future__ import annotations
 
 import headrace as hr
 from strategies.contract_checks import MATRICES, Row
-from strategies.contract_models import SEQUENCES
+from strategies.contract_models import LAYERS, SEQUENCES
 
 HYBRIDS = {
+    "divided along the sequence": Row(
+        lambda workers: hr.TensorParallel(2, sequence=True),
+        workers=(2,),
+        many=(2, 2),
+        replicas=lambda workers: 1,
+        whole=False,
+        model=LAYERS,
+        refuses=MATRICES,
+    ),
     "replicas of rings": Row(
         lambda workers: hr.Hybrid(hr.Mirrored(workers=max(1, workers // 2)), hr.ContextParallel(2)),
         workers=(4,),

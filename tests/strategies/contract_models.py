@@ -135,6 +135,20 @@ class Attending(nn.Module):
         return self.head(self.norm(x + seen)).transpose(1, 2)
 
 
+class Stacked(nn.Module):
+    """Layers of a transformer, one behind the other; logits `(batch, classes, tokens)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True) for _ in range(2)])
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).transpose(1, 2)
+
+
 def linear() -> nn.Module:
     return nn.Linear(4, 3)
 
@@ -271,7 +285,7 @@ MODELS: Mapping[str, Case] = {
 }
 
 
-SEQUENCES = Case(Attending, sequences)
+SEQUENCES, LAYERS = Case(Attending, sequences), Case(Stacked, sequences)
 
 
 def by_dimensions(named: Any) -> torch.optim.Optimizer:

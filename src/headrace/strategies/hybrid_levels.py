@@ -64,6 +64,10 @@ def check_levels(levels: Sequence[Strategy]) -> None:
         raise UsageError(f"deferred=True is for a model that {inside.name} has not divided before; leave it out")
     if sharded and pipeline:
         sharded.check_stages()
+    if pipeline and tensor and tensor.sequence:
+        raise UsageError(
+            "sequence=True divides what goes from layer to layer, where hr.Pipeline(...) cuts; leave it out"
+        )
     _check_outer(outer, levels[-1] if len(levels) < 2 else levels[1], pipeline, tensor)
 
 

@@ -69,6 +69,7 @@ class TensorParallel(Strategy):
     Attributes:
         devices: how many; None for the launcher's processes or the machine's accelerators.
         rules: "auto" finds pairs of layers that need one sum each way, and attention; or a dict.
+        sequence: divide what is between split blocks along the sequence: norms, dropout, residual sums.
 
     Raises:
         UsageError: an option has a value that it cannot have.
@@ -81,6 +82,7 @@ class TensorParallel(Strategy):
 
     devices: int | None = None
     rules: str | Mapping[str, str] = "auto"
+    sequence: bool = False
 
     name = "tensor_parallel"
     equals_one_device = True
@@ -91,6 +93,8 @@ class TensorParallel(Strategy):
 
     def __post_init__(self) -> None:
         check_count("devices", self.devices)
+        if not isinstance(self.sequence, bool):
+            raise UsageError(f"sequence must be True or False, got {self.sequence!r}")
         if isinstance(self.rules, str) and self.rules != "auto":
             raise UsageError(f"rules must be 'auto' or a dict such as {{'head.*': 'column'}}, got {self.rules!r}")
         for kind in () if isinstance(self.rules, str) else self.rules.values():
@@ -177,7 +181,7 @@ class TensorParallel(Strategy):
         trial = Trial(batch, context.objective.inputs)
         # A trial may keep torch from compiling, for all threads, of which none may run a model meanwhile.
         group.barrier()
-        made = split(context.module, self.rules, context.device_group() or group, trial)
+        made = split(context.module, self.rules, context.device_group() or group, trial, self.sequence)
         group.barrier()
         model = replace(describe(context.module), sliceable=context.model.sliceable, optimizer=context.model.optimizer)
         return SlicedReplica(made, group, everyone, mates, model)

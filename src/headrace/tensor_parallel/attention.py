@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 from headrace.collectives.base import Collective
 from headrace.tensor_parallel.collectives import copy_to, reduce_from, rows
 from headrace.tensor_parallel.layers import dropped
+from headrace.tensor_parallel.sequence.tokens import Tokens
 
 
 class ParallelAttention:
     """A `nn.MultiheadAttention` of which each rank has some heads: one sum over ranks each way."""
 
-    def __init__(self, layer: nn.MultiheadAttention, group: Collective) -> None:
-        self._layer = layer
+    def __init__(self, layer: nn.MultiheadAttention, group: Collective, tokens: Tokens | None = None) -> None:
+        self._layer, self._tokens = layer, tokens
         self._batch_first = layer.batch_first
         self._group = group
 
@@ -52,9 +54,11 @@ class ParallelAttention:
         biases = (None, None, None) if self._layer.in_proj_bias is None else self._layer.in_proj_bias.chunk(3)
         for x, weight, bias in zip((query, key, value), weights, biases, strict=True):
             # One value's gradients are summed over ranks once.
+            held = self._tokens is not None and self._tokens.holds(x)
             if id(x) not in inside:
-                inside[id(x)] = copy_to(x, self._group)
-            y = F.linear(inside[id(x)], weight, bias)
+                inside[id(x)] = x if held else copy_to(x, self._group)
+            with self._tokens.saving(x) if self._tokens else nullcontext():
+                y = F.linear(inside[id(x)], weight, bias)
             if not batched:
                 y = y.unsqueeze(0 if self._batch_first else 1)
             y = y if self._batch_first else y.transpose(0, 1)

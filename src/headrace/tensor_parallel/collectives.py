@@ -10,6 +10,7 @@ the first two f and g):
     gather_from    split -> whole: all-gather      take one's slice: every rank has the same gradient
     scatter_to     whole -> split: take one's      all-gather
     all_gather_to  split -> whole: all-gather      sum over ranks, each gets its slice (reduce-scatter)
+    reduce_scatter_from  parts of a sum -> split: reduce-scatter    all-gather
 
 After `copy_to` and `all_gather_to` each rank computes something else from the whole value, so the gradients differ and
 are summed. After `reduce_from` and `gather_from` all ranks compute the same. Each backward is the crossing of the other
@@ -60,6 +61,12 @@ def all_gather_to(x: Tensor, dim: int, group: Collective, length: int | None = N
 def scatter_to(x: Tensor, dim: int, group: Collective) -> Tensor:
     """Returns this rank's slice along `dim` of a whole value."""
     own: Tensor = _ScatterTo.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    return own
+
+
+def reduce_scatter_from(x: Tensor, dim: int, group: Collective) -> Tensor:
+    """Returns this rank's slice along `dim` of the sum of all ranks' tensors."""
+    own: Tensor = _ReduceScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return own
 
 

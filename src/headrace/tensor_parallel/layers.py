@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,9 +25,11 @@ from headrace.tensor_parallel.collectives import (
     copy_to,
     gather_from,
     reduce_from,
+    reduce_scatter_from,
     rows,
     scatter_to,
 )
+from headrace.tensor_parallel.sequence.tokens import Tokens
 from headrace.training.shared_buffers.batch_norm import synchronise_batch_norm
 from headrace.trees import map_tensors
 
@@ -38,12 +41,20 @@ class SharedInput:
     """The input of layers that are split by their outputs, which several of them may share.
 
     Gradients of one value are summed over ranks once, however many layers it goes to. `split` is the dim along which
-    the value is split already, or None; `length` is that of the whole along it, None where all slices are alike.
+    the value is split already, or None; `length` is that of the whole along it, None where all slices are alike. Of a
+    value between blocks each rank may have some `tokens`, which this `gathers` where the block has not.
     """
 
     def __init__(
-        self, group: Collective, users: int = 1, split: int | None = None, length: Length | None = None
+        self,
+        group: Collective,
+        users: int = 1,
+        split: int | None = None,
+        length: Length | None = None,
+        tokens: Tokens | None = None,
+        gathers: bool = False,
     ) -> None:
+        self._tokens, self._gathers = tokens, gathers
         self._group = group
         self._users = users
         self._split = split
@@ -54,10 +65,14 @@ class SharedInput:
 
     def enter(self, x: Tensor) -> Tensor:
         """Returns the whole value, with gradients that are summed."""
+        if self._tokens and self._tokens.holds(x):
+            return x
         inside = self._inside
         if self._came is not x or inside is None:
             self._left = self._users
-            if self._split is None:
+            if self._tokens and self._gathers:
+                inside = self._tokens.gather(x)
+            elif self._split is None:
                 inside = copy_to(x, self._group)
             else:
                 inside = all_gather_to(x, self._split, self._group, self._length() if self._length else None)
@@ -74,8 +89,16 @@ class ColumnParallel:
     makes of the input what this rank's part needs of it.
     """
 
-    def __init__(self, layer: nn.Module, group: Collective, enter: Callable[[Tensor], Tensor], gathers: bool) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        group: Collective,
+        enter: Callable[[Tensor], Tensor],
+        gathers: bool,
+        tokens: Tokens | None = None,
+    ) -> None:
         self._layer = layer
+        self._saving = tokens.saving if tokens else nullcontext
         groups = layer.groups // group.world if isinstance(layer, ConvNd) and layer.groups > 1 else None
         self._weighted = _weighted(layer, groups)
         self._group = group
@@ -83,15 +106,20 @@ class ColumnParallel:
         self._gathered = feature_dim(layer) if gathers else None
 
     def __call__(self, input: Tensor) -> Tensor:
-        own = self._weighted(self._enter(input), self._layer.weight, self._layer.bias)
+        entered = self._enter(input)
+        with self._saving(entered):
+            own = self._weighted(entered, self._layer.weight, self._layer.bias)
         return own if self._gathered is None else gather_from(own, self._gathered, self._group)
 
 
 class RowParallel:
-    """A linear layer or convolution of which each rank has the weights of some of the inputs."""
+    """A linear layer or convolution of which each rank has the weights of some of the inputs.
 
-    def __init__(self, layer: nn.Module, group: Collective, scatters: bool) -> None:
-        self._layer = layer
+    Where `tokens` is a dim, each rank gets its slice along it of the outputs.
+    """
+
+    def __init__(self, layer: nn.Module, group: Collective, scatters: bool, tokens: int | None = None) -> None:
+        self._layer, self._tokens = layer, tokens
         self._weighted = _weighted(layer)
         self._group = group
         self._features = feature_dim(layer)
@@ -99,7 +127,11 @@ class RowParallel:
 
     def __call__(self, input: Tensor) -> Tensor:
         own = scatter_to(input, self._features, self._group) if self._scatters else input
-        total = reduce_from(self._weighted(own, self._layer.weight, None), self._group)
+        part = self._weighted(own, self._layer.weight, None)
+        if self._tokens is None:
+            total = reduce_from(part, self._group)
+        else:
+            total = reduce_scatter_from(part, self._tokens, self._group)
         bias = self._layer.bias
         if not isinstance(bias, Tensor):
             return total
@@ -202,7 +234,7 @@ class BatchParallel:
                 )
             if type(child) is nn.Dropout:
                 child.forward = ParallelDropout(child, 0, group, self.length)  # type: ignore[method-assign]
-        self._body = _Body(module)
+        self._body = Body(module)
         self._group = group
         self._gathers = gathers
         self._name = name
@@ -239,14 +271,14 @@ class PartialModule:
     """A module that is whole on every rank, and is given another part of a value on each: gradients are summed."""
 
     def __init__(self, module: nn.Module, group: Collective) -> None:
-        self._body = _Body(module)
+        self._body = Body(module)
         self._group = group
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._body.run(self._group, arguments, named)
 
 
-class _Body(nn.Module):
+class Body(nn.Module):
     """A module as it was, with the same parameters in the same places."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -254,8 +286,14 @@ class _Body(nn.Module):
         internals.share_state(self, module)
         self.forward = module.forward
 
-    def run(self, group: Collective, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Returns what it returns; gradients of its parameters are summed over ranks in one piece."""
-        learned = {name: each for name, each in self.named_parameters() if each.requires_grad}
+    def run(
+        self, group: Collective, arguments: tuple[Any, ...], named: dict[str, Any], names: frozenset[str] | None = None
+    ) -> Any:
+        """Returns what it returns; gradients of its parameters, or of some, are summed over ranks in one piece."""
+        learned = {
+            name: each
+            for name, each in self.named_parameters()
+            if each.requires_grad and (names is None or name in names)
+        }
         entered = copy_all_to(tuple(learned.values()), group) if learned else ()
         return functional_call(self, dict(zip(learned, entered, strict=True)), arguments, named)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,14 @@ from headrace.tensor_parallel.layers import (
 )
 from headrace.tensor_parallel.layout import Layout
 from headrace.tensor_parallel.replica import ShardDim
+from headrace.tensor_parallel.sequence.chains import Chain, DividedLayer, gather_for, require_ends
+from headrace.tensor_parallel.sequence.tokens import Tokens
 
 
 class Rewriter:
     """Gives layers parts of their parameters, and what they do with them."""
 
-    def __init__(self, module: nn.Module, group: Collective, layout: Layout) -> None:
+    def __init__(self, module: nn.Module, group: Collective, layout: Layout, chains: Sequence[Chain] = ()) -> None:
         self._module = module
         self._group = group
         self._flow = layout.flow
@@ -46,6 +48,13 @@ class Rewriter:
         self._made: dict[int, tuple[nn.Parameter, ShardDim, nn.Parameter]] = {}
         self._shared: dict[tuple[int, str], SharedInput] = {}
         self._length: Length | None = None
+        self._chains = [(chain, Tokens(group, chain.dim)) for chain in chains]
+        # Of blocks that are in a layer, not layers themselves: what is between them is divided.
+        layers = {layer for chain in chains for layer in chain.layers}
+        self._closed = [
+            *(block.name for block in layout.blocks if block.name not in layers),
+            *(name for name, kind in layout.kinds.items() if kind == "heads"),
+        ]
 
     def cut(self) -> dict[str, ShardDim]:
         """Splits; returns how parameters were cut, by name."""
@@ -63,6 +72,8 @@ class Rewriter:
         for block in self._blocks:
             for attribute, value in block.numbers.items():
                 setattr(self._module.get_submodule(block.name), attribute, value)
+            if (tokens := self._tokens_of(block.name)) and block.name in self._closed:
+                gather_for(self._module.get_submodule(block.name), tokens)
             for name in block.partial:
                 partial = self._module.get_submodule(name)
                 partial.forward = PartialModule(partial, self._group)
@@ -74,6 +85,7 @@ class Rewriter:
                 self._drop(name, axis)
         cuts = {id(part): cut for _, cut, part in self._made.values()}
         named = dict(self._module.named_parameters())
+        self._divide({name for name, parameter in named.items() if id(parameter) in cuts})
         for name, parameter in named.items():
             if id(parameter) in self._made:
                 raise UsageError(
@@ -83,34 +95,73 @@ class Rewriter:
                 )
         return {name: cuts[id(parameter)] for name, parameter in named.items() if id(parameter) in cuts}
 
+    def _divide(self, cut: Collection[str]) -> None:
+        """Lets the layers of chains take and return some tokens."""
+        biases = {f"{name}.bias" for name, kind in self._kinds.items() if kind == "row"}
+        biases |= {f"{name}.out_proj.bias" for name, kind in self._kinds.items() if kind == "heads"}
+        if self._chains:
+            require_ends(self._module, [tokens for _, tokens in self._chains])
+        for chain, tokens in self._chains:
+            for name in chain.drops:
+                layer = self._module.get_submodule(name)
+                assert isinstance(layer, nn.Dropout)
+                layer.forward = ParallelDropout(  # type: ignore[method-assign]
+                    layer, chain.dim, self._group, tokens.length
+                )
+            for place, name in enumerate(chain.layers):
+                part = self._module.get_submodule(name)
+                whole = frozenset(
+                    each
+                    for each, _ in part.named_parameters()
+                    if (path := f"{name}.{each}") not in cut and (path in biases or not self._is_closed(path))
+                )
+                ends = place == 0, place == len(chain.layers) - 1
+                part.forward = DividedLayer(name, part, tokens, whole, ends)
+
+    def _tokens_of(self, name: str) -> Tokens | None:
+        """Returns those of the chain that a layer is in."""
+        every = ((tokens, each) for chain, tokens in self._chains for each in chain.layers)
+        return next((tokens for tokens, each in every if f"{name}.".startswith(f"{each}.")), None)
+
+    def _is_closed(self, name: str) -> bool:
+        """Tells whether something is in a block, which gets all tokens."""
+        return any(name.startswith(f"{each}.") for each in self._closed)
+
     def _split(self, name: str, layer: nn.Module) -> Callable[..., Any]:
         kind, takes, group = self._kinds[name], self._flow.takes[name], self._group
+        tokens = self._tokens_of(name)
         gathers = name in self._flow.gathers
         if isinstance(layer, nn.MultiheadAttention):
             self._cut(layer, in_proj_weight=ShardDim(0, blocks=3), in_proj_bias=ShardDim(0, blocks=3))
             self._cut(layer.out_proj, weight=ShardDim(1))
-            layer.out_proj.forward = RowParallel(layer.out_proj, group, scatters=False)  # type: ignore[method-assign]
+            # Inside, examples are the first dim.
+            dim = 1 if tokens else None
+            layer.out_proj.forward = RowParallel(  # type: ignore[method-assign]
+                layer.out_proj, group, scatters=False, tokens=dim
+            )
             layer.register_forward_pre_hook(_nothing)
-            return ParallelAttention(layer, group)
+            if tokens:
+                gather_for(layer, tokens)
+            return ParallelAttention(layer, group, tokens)
         if isinstance(layer, nn.Embedding):
             self._cut(layer, weight=ShardDim(0 if kind == "row" else 1))
             return ParallelEmbedding(layer, group, kind == "row", name not in self._matrices)
         by_inputs, by_outputs = (0, 1) if is_transposed(layer) else (1, 0)
         if kind == "row":
             self._cut(layer, weight=ShardDim(by_inputs))
-            return RowParallel(layer, group, scatters=not takes)
+            return RowParallel(layer, group, scatters=not takes, tokens=tokens.dim if tokens else None)
         matrices = self._matrices.get(name, 1)
         self._cut(layer, weight=ShardDim(by_outputs, matrices), bias=ShardDim(0, matrices))
         if not isinstance(layer, ConvNd) or layer.groups == 1:
-            return ColumnParallel(layer, group, self._shared_input(name, layer, takes).enter, gathers)
+            return ColumnParallel(layer, group, self._shared_input(name, layer, takes).enter, gathers, tokens)
         dim = feature_dim(layer)
         return ColumnParallel(layer, group, lambda x: x if takes else scatter_to(x, dim, group), gathers)
 
     def _shared_input(self, name: str, layer: nn.Module, takes: str) -> SharedInput:
         """Returns one for all layers that take the same value."""
-        step = self._flow.sources.get(name, -1)
+        step, tokens = self._flow.sources.get(name, -1), self._tokens_of(name)
         if step < 0:
-            return SharedInput(self._group)
+            return SharedInput(self._group, tokens=tokens, gathers=not self._is_closed(name))
         # Only layers that are split by their outputs share an input.
         mates = [
             other
@@ -121,7 +172,10 @@ class Rewriter:
         ]
         dim = {"": None, "batch": 0}.get(takes, feature_dim(layer))
         length = self._length if takes == "batch" else None
-        return self._shared.setdefault((step, takes), SharedInput(self._group, len(mates), dim, length))
+        return self._shared.setdefault(
+            (step, takes),
+            SharedInput(self._group, len(mates), dim, length, tokens, gathers=not self._is_closed(name)),
+        )
 
     def _drop(self, name: str, axis: str) -> None:
         layer = self._module.get_submodule(name)

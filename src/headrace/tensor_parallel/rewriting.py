@@ -14,7 +14,9 @@ from headrace.tensor_parallel.recording import Trial
 from headrace.tensor_parallel.replica import RewrittenModel
 from headrace.tensor_parallel.rewriter import Rewriter
 from headrace.tensor_parallel.rules import any_number
-from headrace.tensor_parallel.verification import ALL, Expected, expected, verified
+from headrace.tensor_parallel.sequence.chains import Chain, find_chains
+from headrace.tensor_parallel.sequence.tokens import INSTEAD
+from headrace.tensor_parallel.verification import ALL, Expected, expected, verified, wrong_with
 
 __all__ = ["RULES", "split"]
 
@@ -22,17 +24,19 @@ _SHOWN = 4
 """Names of layers in a notice."""
 
 
-def split(module: nn.Module, rules: Rules, group: Collective, trial: Trial) -> RewrittenModel:
+def split(module: nn.Module, rules: Rules, group: Collective, trial: Trial, sequence: bool = False) -> RewrittenModel:
     """Splits a model's layers in place; all ranks call it with the same model.
 
     `rules` are "auto", or names and patterns of layers with a rule each; the first that fits is taken. The model is run
-    on a small batch before and after: what would change its output or a gradient is left whole, and said.
+    on a small batch before and after: what would change its output or a gradient is left whole, and said. `sequence`
+    divides what is between split blocks, too.
 
     Raises:
-        UsageError: a rule fits no layer, cannot be followed with so many devices, or changes what the model computes.
+        UsageError: a rule fits no layer, cannot be followed with so many devices, or changes what the model computes;
+            or so does dividing sequences.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    layout, reasons = _tried(module, rules, group, trial)
+    layout, reasons, right = _tried(module, rules, group, trial)
     untried = reasons.get(ALL)
     if untried and not isinstance(rules, str):
         said = [f"rules are followed without having been tried: {untried}"]
@@ -44,12 +48,36 @@ def split(module: nn.Module, rules: Rules, group: Collective, trial: Trial) -> R
         )
     else:
         layout, said = layout.only(layout.keys if not untried else ()), _notices(layout.obstacles, reasons)
-    cuts, place = Rewriter(module, group, layout).cut(), next(module.parameters()).device
+    chains = _chains(module, layout, group, trial, right) if sequence else ()
+    cuts, place = Rewriter(module, group, layout, chains).cut(), next(module.parameters()).device
     kinds = {**layout.kinds, **dict.fromkeys(layout.batches.values(), "batch")}
+    if chains:
+        divided = dict.fromkeys(any_number(name) for chain in chains for name in chain.layers)
+        said = [f"values between blocks are divided along the sequence: {', '.join(divided)}", *said]
     return RewrittenModel(module, group, cuts, shapes, kinds, place, tuple(said))
 
 
-def _tried(module: nn.Module, rules: Rules, group: Collective, trial: Trial) -> tuple[Layout, dict[str, str]]:
+def _chains(
+    module: nn.Module, layout: Layout, group: Collective, trial: Trial, right: Expected | str
+) -> tuple[Chain, ...]:
+    if isinstance(right, str):
+        raise UsageError(f"sequence=True is tried before the start, and that cannot be: {right}; {INSTEAD}")
+    threads = isinstance(group, ThreadCollective) and group.world > 1
+    for turn in range(group.world if threads else 1):
+        group.barrier()
+        if turn == group.rank or not threads:
+            chains = find_chains(module, layout, trial)
+    group.barrier()
+    if reason := wrong_with(module, layout, chains, group, trial, right, seed=not threads):
+        raise UsageError(
+            f"sequence=True divides values between the blocks of {chains[0].layers[0]!r}, and then {reason}; {INSTEAD}"
+        )
+    return chains
+
+
+def _tried(
+    module: nn.Module, rules: Rules, group: Collective, trial: Trial
+) -> tuple[Layout, dict[str, str], Expected | str]:
     # Threads share generators, and their turns leave these to one at a time.
     threads = isinstance(group, ThreadCollective) and group.world > 1
     layout: Layout | None = None
@@ -64,8 +92,9 @@ def _tried(module: nn.Module, rules: Rules, group: Collective, trial: Trial) -> 
     # A double holds both numbers exactly.
     digests = group.gather_numbers([float(layout.digest ^ trial.digest)])
     if digests.count(digests[0]) < group.world:
-        return layout, {ALL: "devices have other examples, or see it do other things"}
-    return verified(module, layout, group, trial, right, seed=not threads)
+        reason = "devices have other examples, or see it do other things"
+        return layout, {ALL: reason}, reason
+    return *verified(module, layout, group, trial, right, seed=not threads), right
 
 
 def _notices(obstacles: Mapping[str, str], reasons: Mapping[str, str]) -> list[str]:

@@ -20,6 +20,7 @@ from headrace.tensor_parallel.layout import Layout
 from headrace.tensor_parallel.recording import Trial, tried
 from headrace.tensor_parallel.replica import ShardDim
 from headrace.tensor_parallel.rewriter import Rewriter
+from headrace.tensor_parallel.sequence.chains import Chain
 from headrace.training.user_code.trial import largest_difference, largest_element
 from headrace.trees import tensors_of
 
@@ -166,6 +167,27 @@ def _distance(found: Tensor, right: Tensor, least: float = 0.0) -> float:
     return off / allowed if allowed else math.inf if off else 0.0
 
 
+def wrong_with(
+    module: nn.Module,
+    layout: Layout,
+    chains: Sequence[Chain],
+    group: Collective,
+    trial: Trial,
+    right: Expected,
+    seed: bool,
+) -> str:
+    """Says what is wrong with a layout, on all ranks alike; "" where it computes what the whole model does."""
+    guard = GuardedCollective(group)
+
+    def attempt() -> str:
+        with tried(module, seed):
+            cuts = Rewriter(module, guard, layout, chains).cut()
+            found = compute(module, trial, right.gradients is not None)
+            return right.difference(found, cuts, group.rank, group.world)
+
+    return guard.attempt(attempt)
+
+
 def verified(
     module: nn.Module, layout: Layout, group: Collective, trial: Trial, right: Expected | str, seed: bool
 ) -> tuple[Layout, dict[str, str]]:
@@ -184,15 +206,7 @@ def verified(
     sure: Expected = right
 
     def wrong(candidate: Layout) -> str:
-        guard = GuardedCollective(group)
-
-        def attempt() -> str:
-            with tried(module, seed):
-                cuts = Rewriter(module, guard, candidate).cut()
-                found = compute(module, trial, sure.gradients is not None)
-                return sure.difference(found, cuts, group.rank, group.world)
-
-        return guard.attempt(attempt)
+        return wrong_with(module, candidate, (), group, trial, sure, seed)
 
     reasons: dict[str, str] = {}
 

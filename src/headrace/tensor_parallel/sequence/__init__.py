@@ -1,0 +1,1 @@
+"""Values between split blocks are divided along the sequence."""
