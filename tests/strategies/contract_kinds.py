@@ -7,11 +7,11 @@ from strategies.contract_checks import MATRICES, Row
 from strategies.contract_models import LAYERS, SEQUENCES
 
 HYBRIDS = {
-    "divided along the sequence": Row(
-        lambda workers: hr.TensorParallel(2, sequence=True),
-        workers=(2,),
-        many=(2, 2),
-        replicas=lambda workers: 1,
+    "replicas divided along the sequence": Row(
+        lambda workers: hr.Hybrid(hr.Mirrored(max(1, workers // 2)), hr.TensorParallel(2, sequence=True)),
+        workers=(4,),
+        many=(4, 4),
+        replicas=lambda workers: workers // 2,
         whole=False,
         model=LAYERS,
         refuses=MATRICES,
