@@ -172,7 +172,11 @@ class RunFailed(HeadraceError):
     remedy = ""
 
     def __str__(self) -> str:
-        return f"{super().__str__()}; {self.remedy}" if self.remedy else super().__str__()
+        return f"{self.what()}; {self.remedy}" if self.remedy else self.what()
+
+    def what(self) -> str:
+        """Returns what happened, without the remedy."""
+        return super().__str__()
 
 
 class WorkerFailed(RunFailed):

@@ -103,7 +103,7 @@ def test_a_signal_ends_a_worker(
     assert seconds < NOTICED_S
     assert error.exit_code == 4
     assert victim in (error.rank, None)
-    assert str(error).endswith(f"was lost: killed by signal {int(number)} ({number.name})")
+    assert error.what().endswith(f"was lost: killed by signal {int(number)} ({number.name})")
 
 
 @pytest.mark.parametrize(

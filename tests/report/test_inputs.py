@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from headrace.report.format import to_cells, to_heads
+from headrace.report.model.bottleneck import Bottleneck, bottleneck_of
 from headrace.report.model.inputs import (
-    Bottleneck,
     InputSummary,
     blocked_s,
-    bottleneck_of,
     busy_s,
     cost_s,
     inputs_of,
@@ -184,13 +183,13 @@ def found(*workers: tuple[StepTimes, InputStats]) -> Bottleneck:
 
 
 def test_who_waits_for_data_is_bound_by_the_dearest_stage() -> None:
-    bottleneck = found((step(wait=0.5, compute=0.49), reader_of()))
+    bottleneck = found((step(wait=0.7, compute=0.29), reader_of()))
     assert bottleneck.kind == "INPUT-BOUND"
     assert bottleneck.stage == "map(decode)"
     assert bottleneck.rank is None
-    assert bottleneck.share == pytest.approx(0.5)
+    assert bottleneck.share == pytest.approx(0.7)
     assert bottleneck.line == (
-        "INPUT-BOUND: by map(decode), 75 % of the input's cost; a worker waits for data 50 % of its time"
+        "INPUT-BOUND: by map(decode), 75 % of the input's cost; a worker waits for data 70 % of its time"
     )
 
 

@@ -70,10 +70,10 @@ def test_large_numbers_and_hostile_names_stay_in_80_columns(runs):
 
 def test_a_run_that_failed_is_marked_and_explained(runs):
     failure = Failed(1, 2.0, 7, "ValueError: [bold]bad")
-    outcome = dataclasses.replace(runs[0].outcome, status="failed", failure=failure)
+    outcome = dataclasses.replace(runs[0].outcome, status="failed", failure=failure, cause=failure.cause)
     lines = _render(comparison_table([dataclasses.replace(runs[0], outcome=outcome), runs[1]], References()))
     assert any(line.startswith("mirrored !") for line in lines)
-    assert "! mirrored: failed at step 7, says rank 1: ValueError: [bold]bad" in " ".join(lines)
+    assert "! mirrored: failed after 10 steps: ValueError: [bold]bad" in " ".join(lines)
 
 
 def test_a_comparison_without_numbers_shows_dashes(tmp_path, write_events, runs):

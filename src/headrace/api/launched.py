@@ -40,6 +40,7 @@ from headrace.errors import HeadraceError, LeftBehind, UnfitMachine, UsageError
 from headrace.machine import disk
 from headrace.machine.identity import versions
 from headrace.parameter_server.server.snapshots import SnapshotSet
+from headrace.report.model.ending import ended_by
 from headrace.report.trackers.listeners import Listeners
 from headrace.spec.cluster import Cluster
 from headrace.spec.events import LAUNCHER
@@ -210,7 +211,8 @@ class _Successor:
             return
         self._closing.close()
         with closing(EventWriter(self._spec.run_dir, LAUNCHER, self._spec.started)) as events:
-            write_end(events, LEFT if isinstance(error, LeftBehind) else self.status)
+            why = ended_by(error, self._spec.run_dir) if error else ("", "")
+            write_end(self._spec, events, LEFT if isinstance(error, LeftBehind) else self.status, why)
         if self._follower:
             self._follower.close()
 

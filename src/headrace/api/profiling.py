@@ -18,7 +18,8 @@ from headrace.data.pipeline.combined import replayed
 from headrace.engine.base import Engine
 from headrace.machine.resources import ProcessorTimes, processor_times
 from headrace.policies.measurement import MachineLoad, Measurement, doubts
-from headrace.report.model.inputs import Bottleneck, InputSummary
+from headrace.report.model.bottleneck import Bottleneck
+from headrace.report.model.inputs import InputSummary
 from headrace.report.model.summary import Summary
 from headrace.spec.events import InputStats
 from headrace.spec.job import Job

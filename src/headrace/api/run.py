@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,12 @@ class Run:
     template: nn.Module = field(repr=False)
     # Of a run that was given no directory.
     _keeper: TemporaryRunDir | None = field(default=None, repr=False)
+
+    cause = property(attrgetter("summary.outcome.cause"))
+    """What has ended it before all its rounds were done, in the words of the terminal and the report; else ""."""
+
+    remedy = property(attrgetter("summary.outcome.remedy"))
+    """What to do next where it has not done all its rounds; "" where that is in the cause, or not known."""
 
     @property
     def interrupted(self) -> bool:

@@ -13,10 +13,9 @@ from pathlib import Path
 from headrace.errors import UnfitMachine, UsageError
 from headrace.machine import disk
 from headrace.machine.temporary import delete_with_process, forget
+from headrace.report.model.ending import LOCK
 from headrace.spec.events import LAUNCHER
 from headrace.worker.run_spec import RENDEZVOUS, events_path
-
-_LOCK = "lock"
 
 
 class TemporaryRunDir:
@@ -72,7 +71,7 @@ class RunDirLock:
             events_path(directory, LAUNCHER).parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory):
                 pass
-            self.lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self.lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise _unwritable(directory, error) from error
         try:
@@ -111,7 +110,7 @@ def _unwritable(directory: Path, error: OSError) -> UnfitMachine:
 def refuse_living(directory: Path) -> None:
     """Raises UsageError where a run lives in the directory."""
     try:
-        lock = os.open(directory / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        lock = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return  # no run has ever locked it, or it cannot be read, which `RunDirLock` reports
     try:
@@ -123,7 +122,7 @@ def refuse_living(directory: Path) -> None:
 
 
 def _living(directory: Path) -> UsageError:
-    who = (directory / _LOCK).read_text(encoding="ascii", errors="replace")[:20]
+    who = (directory / LOCK).read_text(encoding="ascii", errors="replace")[:20]
     return UsageError(
         f"{directory} is in use by a run that lives (process {who or 'unknown'}); wait for its end, end it, or name "
         "another run_dir"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
+from pathlib import Path
 
 from headrace.api.checks import JobInfo
 from headrace.api.resume import ResumeRequest, begin_attempt
@@ -13,32 +15,30 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.checkpoint.copier import CheckpointCopier
 from headrace.checkpoint.remote import RemoteFolder
 from headrace.engine.base import LEFT, TERMINATED, Engine, RunProgress
-from headrace.errors import (
-    CorruptCheckpoint,
-    ForkServerLost,
-    LeftBehind,
-    PeerLost,
-    PeersApart,
-    RunFailed,
-)
+from headrace.errors import LeftBehind, RunFailed
 from headrace.machine import disk
+from headrace.machine.disk import takes_no_more, unless
 from headrace.machine.identity import can_paint, versions
+from headrace.machine.resources import cores
 from headrace.policies.roles import split
+from headrace.report.model.ending import ended_by, ended_by_signal
 from headrace.report.model.events import DiskMonitor, LogTail, Tail
 from headrace.report.model.pipeline import replica_lines, stage_lines
 from headrace.report.model.servers import imbalances
 from headrace.report.trackers.listeners import Listeners
 from headrace.report.views.live import Console
 from headrace.report.views.notebook import notebook_display
-from headrace.spec.events import LAUNCHER, Notice, RunEnded, RunStarted, Saved, ServerStats
+from headrace.spec.events import ENDS_EARLY, LAUNCHER, Notice, RunEnded, RunStarted, Saved, ServerStats
+from headrace.spec.parameter_sets import ParameterSet
 from headrace.spec.plain import to_plain
 from headrace.spec.plan import describe_processes, device_kinds
 from headrace.worker.events import EventWriter
-from headrace.worker.run_spec import LAST_LOG_LINE, SNAPSHOTS, RunSpec, log_path, model_path
+from headrace.worker.run_spec import LAST_LOG_LINE, RunSpec, log_path, model_path
 
 _PATIENCE_S = 2.0
 """How long a copy of the last checkpoint may take until the user is told."""
 _FOLLOW_EVERY_S = 0.2
+_RESERVE_BYTES = 1 << 14
 
 
 def supervise(spec: RunSpec, info: JobInfo, engine: Engine, request: ResumeRequest, listeners: Listeners) -> str:
@@ -48,11 +48,12 @@ def supervise(spec: RunSpec, info: JobInfo, engine: Engine, request: ResumeReque
 
 
 class _LauncherEvents:
-    """The launcher's events, and the status that the last one has."""
+    """The launcher's events, and what the last one says: `status`, and cause and remedy, `why`."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.writer = EventWriter(spec.run_dir, LAUNCHER, spec.started)
         self.status = "failed"
+        self.why = ("", "")
 
     def note(self, text: str) -> None:
         self.writer.write(Notice(LAUNCHER, self.writer.now(), text))
@@ -62,6 +63,7 @@ class _LauncherEvents:
 def begin_and_end(spec: RunSpec, info: JobInfo) -> Iterator[_LauncherEvents]:
     """Writes the first and the last event of the run."""
     events = _LauncherEvents(spec)
+    reserve = _reserved(spec.run_dir)
     try:
         events.writer.write(_started(spec, info))
         yield events
@@ -69,8 +71,13 @@ def begin_and_end(spec: RunSpec, info: JobInfo) -> Iterator[_LauncherEvents]:
         # The others go on, and one of them writes how the run ends.
         events.status = LEFT
         raise
+    except BaseException as error:
+        events.why = ended_by(error, spec.run_dir)
+        raise
     finally:
-        write_end(events.writer, events.status)
+        with unless(takes_no_more):
+            reserve.unlink(missing_ok=True)
+        write_end(spec, events.writer, events.status, events.why)
         deleted = events.writer.is_deleted
         events.writer.close()
         if events.writer.problem:
@@ -86,10 +93,20 @@ def begin_and_end(spec: RunSpec, info: JobInfo) -> Iterator[_LauncherEvents]:
         )
 
 
-def write_end(writer: EventWriter, status: str) -> None:
+def _reserved(run_dir: Path) -> Path:
+    """Takes a little room on the disk, for the run's last event where others have filled the rest."""
+    path = run_dir / "events" / "reserve"
+    with unless(takes_no_more):
+        path.write_bytes(bytes(_RESERVE_BYTES))
+    return path
+
+
+def write_end(spec: RunSpec, writer: EventWriter, status: str, why: tuple[str, str] = ("", "")) -> None:
     """Writes the run's last event; not where this process leaves the run to the others."""
+    if status in ("interrupted", TERMINATED):
+        status, why = "interrupted", ended_by_signal(status == TERMINATED, spec.run_dir)
     if status != LEFT:
-        writer.write(RunEnded(LAUNCHER, writer.now(), "interrupted" if status == TERMINATED else status))
+        writer.write(RunEnded(LAUNCHER, writer.now(), status, *why))
 
 
 class Follower:
@@ -98,6 +115,7 @@ class Follower:
     Attributes:
         console: what shows it.
         served: what each server has told last.
+        early: why the run ends before all its rounds are done; "" where it does not.
         copier: of its checkpoints; None where none are copied.
     """
 
@@ -106,6 +124,7 @@ class Follower:
         rounds = None if spec.train is not None or spec.seconds is not None else spec.rounds_of(info.examples)
         self.console = Console(spec.plan.strategy, rounds, plain, told=info.told, show_html=show_html)
         self.served: dict[int, ServerStats] = {}
+        self.early = ""
         self._listeners = listeners
         self._tail = Tail(spec.run_dir, skip=listeners.skips, new_only=True)
         self._log = LogTail(log_path(spec.run_dir, 0), until=LAST_LOG_LINE, new_only=True)
@@ -122,6 +141,8 @@ class Follower:
             self.console.event(event)
             if isinstance(event, ServerStats):
                 self.served[event.rank] = event
+            if isinstance(event, Notice) and event.text.startswith(ENDS_EARLY):
+                self.early = event.text
             if self.copier and isinstance(event, Saved):
                 self.copier.wake()
             self._listeners(event)
@@ -147,12 +168,10 @@ def follow_run(spec: RunSpec, info: JobInfo, notices: tuple[str, ...], engine: E
                 status = engine.run(spec, follow)
             events.status = status
             follower()
+            events.why = (follower.early, "")
             for uneven in imbalances(plan, follower.served):
                 events.note(uneven)
         return status
-    except (PeerLost, PeersApart, ForkServerLost) as lost:
-        lost.remedy = _remedy(spec)
-        raise
     finally:
         follower.close()
 
@@ -193,19 +212,6 @@ def copying(
         follow_both(None)
 
 
-def _remedy(spec: RunSpec) -> str:
-    """Returns how to continue when a process of a run was lost; "" where nothing was saved."""
-    try:
-        if spec.checkpoints is None or not CheckpointFolder(spec.run_dir / "checkpoints").steps():
-            return ""
-    except (OSError, CorruptCheckpoint):
-        # What is told is the loss of the process, and not also that the disk fails.
-        return ""
-    snapshots = spec.run_dir / SNAPSHOTS
-    what = "the servers' last snapshots" if disk.is_folder(snapshots) else "the last checkpoint"
-    return f"resume=True (--resume) goes on from {what}"
-
-
 def _started(spec: RunSpec, info: JobInfo) -> RunStarted:
     role, resume = spec.plan.roles[0], spec.resume
     return RunStarted(
@@ -224,7 +230,31 @@ def _started(spec: RunSpec, info: JobInfo) -> RunStarted:
         resumed_step=resume.done if resume else 0,
         resumed_leases=resume.snapshots.committed if resume and resume.snapshots else (),
         job=spec.job.source,
+        rounds=spec.rounds_of(info.examples),
+        cores=cores(),
+        command=_command(),
+        model=f"{type(info.module).__name__}, {sum(each.elements for each in info.model.parameters):,} parameters",
+        optimizer=_optimizer_text(spec.job.optimizer),
     )
+
+
+def _command() -> str:
+    """Returns what was typed, as far as this process knows."""
+    program, *rest = sys.argv or [""]
+    own = Path(program).name in ("headrace", "__main__.py")
+    words = ["headrace", *rest] if own else ["python", program, *rest]
+    return shlex.join(words) if program else ""
+
+
+def _optimizer_text(optimizer: object) -> str:
+    """Returns "SGD(lr=0.1, momentum=0.9)"; of sets of parameters each with its name."""
+    if isinstance(optimizer, Mapping):
+        return "; ".join(f"{name}: {_optimizer_text(each)}" for name, each in optimizer.items())
+    if isinstance(optimizer, ParameterSet):
+        return _optimizer_text(optimizer.optimizer)
+    function = getattr(optimizer, "func", optimizer)
+    values = ", ".join(f"{name}={value!r:.40}" for name, value in getattr(optimizer, "keywords", {}).items())
+    return f"{getattr(function, '__name__', type(function).__name__)}({values})"
 
 
 def _first_line(spec: RunSpec, info: JobInfo) -> str:

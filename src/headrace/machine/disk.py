@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -48,6 +49,20 @@ def is_full(folder: Path) -> bool:
     """Tells whether this process can add nothing to the file system of a folder."""
     status = os.statvfs(folder)
     return not (status.f_bavail if os.geteuid() else status.f_bfree)
+
+
+def is_left(lock: Path) -> bool:
+    """Tells whether the process that has locked a file, and has its number in it, is gone, and all that inherit it."""
+    try:
+        with lock.open("rb") as file:
+            number = file.read(20)
+            # A process that lives is not disturbed by a second lock.
+            if not number.isdigit() or exists(Path(f"/proc/{int(number)}")):
+                return False
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+    except OSError:
+        return False
 
 
 def disk_fails(error: OSError) -> bool:

@@ -106,6 +106,10 @@ class LossBins:
         known = np.flatnonzero(np.isfinite(means))
         return float(means[known[-1]]) if len(known) else None
 
+    def examples_at(self, time_s: float) -> int:
+        """Returns the examples of all steps that have ended by a time, from whole bins."""
+        return round(float(self._examples[: self.count][self._time_s[: self.count] <= time_s].sum()))
+
     def examples_until(self, step: int) -> int:
         """Returns the examples of all steps before one, from whole bins."""
         return round(float(self._examples[: min(self.count, -(-step // self.width))].sum()))

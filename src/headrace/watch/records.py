@@ -38,6 +38,8 @@ _SAVED = 100
 _EVALUATIONS = 1000
 _MEETINGS = 400
 _LOSSES = 50
+_FAULTS = ("failed", "lost", "not finite")
+_MARKS = 30
 _MOST_TEXT, _MOST_TRACEBACK = 2000, 8000
 
 
@@ -84,7 +86,7 @@ class Journal:
                 resumed = f", from step {event.resumed_step} on" if event.resumed_step else ""
                 kind, text = "started", f"{event.strategy} with {plural(event.workers, 'worker')}{resumed}"
             case RunEnded():
-                kind, text = "ended", event.status
+                kind, text = "ended", f"{event.status}: {event.words}" if event.words else event.status
             case _:
                 return False
         self.counts[kind] += 1
@@ -94,6 +96,17 @@ class Journal:
             most = Counter(each.kind for each in self._lines).most_common(1)[0][0]
             del self._lines[next(index for index, each in enumerate(self._lines) if each.kind == most)]
         return True
+
+    def marks(self, first_s: float) -> list[_Line]:
+        """Returns the last faults, the starts after the first one, and ends that are none of all rounds."""
+        found = (
+            each
+            for each in self._lines
+            if each.kind in _FAULTS
+            or (each.kind == "started" and each.time_s > first_s)
+            or (each.kind == "ended" and each.text != "ok")
+        )
+        return list(found)[-_MARKS:]
 
     def message(self) -> dict[str, Any]:
         """Returns the lines, the newest first."""

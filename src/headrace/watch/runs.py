@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import UsageError
+from headrace.machine import disk
 from headrace.report.format import clean
-from headrace.spec.events import RunEnded, RunStarted, Stepped, decode
+from headrace.report.model.ending import LOCK, UNFINISHED
+from headrace.spec.events import Event, RunEnded, RunStarted, Stepped, decode
 from headrace.watch.state import WatchedRun
 
 _POLL_S = 0.2
@@ -23,6 +25,7 @@ _MOST_RUNS = 1000
 _KEPT = 8
 """Runs that no page shows any more and that stay in memory."""
 _GLANCE = 16 << 10
+_MOST_RANKS = 64
 
 
 class RunWatcher:
@@ -122,11 +125,11 @@ class RunWatcher:
         order = sorted(found, key=lambda name: -_modified(found[name] / "events"))[:_MOST_RUNS]
         rows = {}
         for name in order:
-            files = [found[name] / "events" / f"{stem}.jsonl" for stem in ("launcher", "rank-0")]
-            sizes = tuple(_size(file) for file in files)
+            launcher, first = (found[name] / "events" / f"{stem}.jsonl" for stem in ("launcher", "rank-0"))
+            sizes = (_size(launcher), _size(first), disk.is_left(found[name] / LOCK))
             if self._looked_at[name] <= 0 and self._glanced.get(name) != sizes:
                 self._glanced[name] = sizes
-                rows[name] = _glanced(*files)
+                rows[name] = glanced(found[name])
         return {name: found[name] for name in order}, rows
 
     def _take(self, found: dict[str, Path], rows: dict[str, dict[str, Any]]) -> None:
@@ -204,23 +207,44 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _glanced(launcher: Path, first: Path) -> dict[str, Any]:
+def glanced(run_dir: Path) -> dict[str, Any]:
+    """Returns a run in one line of a list, from the begin and the end of its files."""
     row: dict[str, Any] = dict.fromkeys(("workers", "step", "loss", "rate"))
     row |= {"strategy": "", "status": "no run yet", "started_at": ""}
-    for line in (*_edges(launcher), *_edges(first)):
-        try:
-            event = decode(line)
-        except ValueError:
-            continue  # Half a line at an edge; who looks at the run is told of lines that are wrong.
+    for event in _events(_edges(run_dir / "events" / "launcher.jsonl")):
         match event:
             case RunStarted():
                 row |= {"strategy": clean(event.strategy), "workers": event.workers, "status": "running"}
                 row["started_at"] = clean(event.started_at)
             case RunEnded():
                 row["status"] = clean(event.status)
-            case Stepped():
-                row |= {"step": event.step + 1, "loss": event.loss}
-    return row
+    if row["status"] == "running" and disk.is_left(run_dir / LOCK):
+        row["status"] = UNFINISHED
+    return row | _progress(run_dir / "events")
+
+
+def _progress(events: Path) -> dict[str, Any]:
+    """Returns the last step, and the mean loss of the workers in the last step that all of them have."""
+    losses: dict[int, dict[int, tuple[float, float]]] = {}
+    for file in sorted(events.glob("rank-*.jsonl"))[:_MOST_RANKS]:
+        for event in _events(_edges(file)):
+            if isinstance(event, Stepped):
+                of_step = losses.setdefault(event.step, {})
+                of_step[event.rank] = (event.loss, event.weight) if event.loss is not None else (0.0, 0.0)
+    if not losses:
+        return {}
+    most = max(map(len, losses.values()))
+    parts = losses[max(step for step, each in losses.items() if len(each) == most)].values()
+    weight = sum(each for _, each in parts)
+    loss = sum(value * each for value, each in parts) / weight if weight else None
+    return {"step": max(losses) + 1, "loss": loss}
+
+
+def _events(lines: Iterable[bytes]) -> Iterator[Event]:
+    """Yields the events; half a line at an edge is none, and who looks at the run is told of lines that are wrong."""
+    for line in lines:
+        with suppress(ValueError):
+            yield decode(line)
 
 
 def _edges(file: Path) -> list[bytes]:

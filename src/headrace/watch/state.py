@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from headrace.machine import disk
 from headrace.machine.identity import own_version
 from headrace.report.format import clean
+from headrace.report.model.ending import LOCK, last_word
 from headrace.report.model.events import is_done_again
 from headrace.report.model.training import without
 from headrace.spec.events import (
@@ -26,7 +28,9 @@ from headrace.watch.servers import ServersSeen
 from headrace.watch.steps import Floats, Ints, Steps
 from headrace.watch.tail import News, RunTail
 
-_MOST_TEXT = 200
+_MOST_TEXT, _MOST_WORDS = 200, 1000
+_QUIET_S = 3.0
+"""Who writes nothing for so long may be gone."""
 _RATE_BINS, _UNSETTLED_BINS = 10, 3
 """The present rate is that of so many bins of the last minute, without the last ones, which workers still fill."""
 
@@ -40,6 +44,8 @@ class WatchedRun:
 
     def __init__(self, run_dir: Path) -> None:
         self._tail = RunTail(run_dir)
+        self._lock = run_dir / LOCK
+        self._is_left = self._left = False
         self.revision = 0
         self._complaints: list[str] = []
         self._complained = 0
@@ -52,8 +58,9 @@ class WatchedRun:
         self._born = self.revision
         self._loss, self._lanes, self._recent = LossBins(), RunLanes(), RecentLanes()
         self._saves, self._processes, self._evaluations = SaveLog(), ProcessTable(), Evaluations()
+        self._journal = Journal()
         self._parts: dict[str, Journal | SaveLog | DriftCurve | ServersSeen | ProcessTable] = {
-            "journal": Journal(),
+            "journal": self._journal,
             "saves": self._saves,
             "averaging": DriftCurve(),
             "servers": ServersSeen(),
@@ -68,13 +75,18 @@ class WatchedRun:
 
     def poll(self) -> News:
         """Returns what has been written; this may wait for a disk, and changes nothing that `message` reads."""
-        return self._tail.poll()
+        news = self._tail.poll()
+        grown_s = self._tail.grown_s()
+        quiet = grown_s is not None and time.monotonic() - grown_s > _QUIET_S
+        self._is_left = quiet and disk.is_left(self._lock)
+        return news
 
     def apply(self, news: News) -> bool:
         """Takes what `poll` has returned; returns whether something has changed."""
         complaints, missing = self._tail.complaints(), self._tail.missing
         self._grown_s = self._tail.grown_s()
-        told = complaints != self._complaints or missing != self._missing
+        told = complaints != self._complaints or missing != self._missing or self._is_left != self._left
+        self._left = self._is_left
         if not (news.steps is not None or news.events or news.anew or told):
             return False
         self.revision += 1
@@ -154,8 +166,14 @@ class WatchedRun:
         """ "running" until the launcher has written the end of the last attempt."""
         if not self._starts:
             return "no run yet"
-        ended = self._ended is not None and self._ended.time_s >= self._starts[-1].time_s
-        return clean(self._ended.status)[:_MOST_TEXT] if self._ended is not None and ended else "running"
+        return clean(self._end.status)[:_MOST_TEXT] if self._end else "running"
+
+    @property
+    def _end(self) -> RunEnded | None:
+        """How the last attempt has ended; None while it goes on."""
+        if self._ended is not None and self._ended.time_s >= self._starts[-1].time_s:
+            return self._ended
+        return last_word(self._lock.parent, None, None) if self._left and self._starts else None
 
     def rate(self) -> float | None:
         """Returns the examples a second of the last seconds."""
@@ -235,7 +253,19 @@ class WatchedRun:
             "checkpoints": self._saves.count,
             "peak": self._processes.peak,
             "bin_s": RECENT_WIDTH_S,
+            "words": clean(self._end.words)[:_MOST_WORDS] if self._end else "",
+            "marks": self._marks(),
         }
+
+    def _marks(self) -> list[dict[str, Any]]:
+        """Returns faults, resumptions and an early end, where each stands in the charts."""
+        lines = self._journal.marks(first_s=self._starts[0].time_s if self._starts else 0.0)
+        seconds = self._training_s(np.array([each.time_s for each in lines], dtype=np.float64))
+        return [
+            {"time_s": each.time_s, "seconds": float(at), "examples": self._loss.examples_at(each.time_s)}
+            | {"text": f"{each.kind}: {each.text}"[:_MOST_TEXT]}
+            for each, at in zip(lines, seconds, strict=True)
+        ]
 
     def _evaluated(self) -> list[dict[str, Any]]:
         events = self._evaluations.events

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from time import monotonic
 
+from headrace.spec.events import ENDS_EARLY, Notice
 from headrace.worker.callbacks.runner import CallbackRunner
 from headrace.worker.evaluations.early_stopping import EarlyStopper
 from headrace.worker.guards.equality import EqualityGuard
@@ -47,6 +48,7 @@ class RunControl:
         self.state = WorkerState(session, self.stopper)
         self._is_replacement = session.is_replacement
         self._deadline = run.deadline(session.is_replacement)
+        self._seconds, self._events = run.seconds or 0.0, session.events
         in_place = run.resume is not None and run.resume.folder == self._saver.folder.path
         self._was_over = in_place and session.progress.done >= session.progress.rounds
 
@@ -58,6 +60,9 @@ class RunControl:
         page = self._page
         if self._group.rank == 0 and (page.stop or self._must_end()) and not page.stop_after:
             page.stop_after = next_synchronization
+            if monotonic() > self._deadline and not page.stop:
+                text = f"{ENDS_EARLY}the time that it was given is over (seconds={self._seconds:g})"
+                self._events.write(Notice(0, self._events.now(), text))
         self.callbacks.ask(next_synchronization)
         self._saver.ask(self._progress.done, next_synchronization)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -64,18 +64,36 @@ class PipelineStep:
 
         Each kind of pass takes its measured mean. Raises DataError if the passes are no schedule.
         """
-        ranks = sorted(self.passes)
-        every = [each for passes in self.passes.values() for each in passes]
-        worked = {kind: [_worked_s(each) for each in every if _kind(each) is kind] for kind in PassKind}
-        orders = [[Action(each.stage, each.micro_batch, _kind(each)) for each in self.passes[rank]] for rank in ranks]
+        worked = self._worked(lambda each: _kind(each))
+        return self._timed(lambda action: worked[action.kind])
+
+    def _worked(self, key: Callable[[StagePass], object]) -> dict[object, float]:
+        """Returns the mean time of the passes that have the same key, seconds."""
+        found: dict[object, list[float]] = defaultdict(list)
+        for passes in self.passes.values():
+            for each in passes:
+                found[key(each)].append(_worked_s(each))
+        return {each: fmean(times) for each, times in found.items()}
+
+    def _timed(self, duration: Callable[[Action], float]) -> tuple[ActionSpan, ...]:
+        orders = [
+            [Action(each.stage, each.micro_batch, _kind(each)) for each in self.passes[rank]]
+            for rank in sorted(self.passes)
+        ]
         try:
-            return timed(orders, lambda action: fmean(worked[action.kind]))
+            return timed(orders, duration)
         except ValueError as error:
             raise DataError(f"the passes of step {self.step} in the event files are no schedule: {error}") from error
 
     @property
     def scheduled_bubble(self) -> float:
         return bubble(self.scheduled)
+
+    @property
+    def uneven_bubble(self) -> float:
+        """The same if transfers took no time, and each stage the time that it takes."""
+        worked = self._worked(lambda each: (each.stage, _kind(each)))
+        return bubble(self._timed(lambda action: worked[action.stage, action.kind]))
 
 
 def passed_of(attempts: Sequence[Attempt]) -> PipelineStep | None:

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.errors import DataError
+from headrace.report.model.bottleneck import Bottleneck, bottleneck_of
+from headrace.report.model.ending import last_word
 from headrace.report.model.events import Attempt, EventLog, attempts, of_kind, read_log
-from headrace.report.model.inputs import Bottleneck, InputSummary, bottleneck_of, inputs_of
+from headrace.report.model.inputs import InputSummary, inputs_of
 from headrace.report.model.pipeline import PipelineStep, passed_of
 from headrace.report.model.predicted import PredictedRun
 from headrace.report.model.servers import ServerSummary, servers_of
@@ -46,9 +48,9 @@ from headrace.spec.events import (
 class Outcome:
     """How the run ended: its last attempt, where it was resumed.
 
-    `status` is "ok", "failed", "interrupted", or "unfinished" where the launcher has not written the end; `failure` is
-    the first that a process reported; `hosts` are in the order of their first rank, `devices` those of the workers, by
-    rank; `torn_lines` counts event files that end in half a line.
+    `status` is "ok", "failed", "interrupted", or "unfinished" where the launcher has not written the end; `cause` and
+    `remedy` are those of `RunEnded`; `failure` is the first that a process reported; `hosts` are in the order of their
+    first rank, `devices` those of the workers, by rank; `torn_lines` counts event files that end in half a line.
     """
 
     status: str
@@ -58,6 +60,13 @@ class Outcome:
     torn_lines: int
     attempts: int = 1
     devices: Mapping[int, str] = field(default_factory=dict)
+    cause: str = ""
+    remedy: str = ""
+
+    @property
+    def words(self) -> str:
+        """Cause and remedy, as every view shows them."""
+        return "; ".join(filter(None, (self.cause, self.remedy)))
 
 
 @dataclass(frozen=True)
@@ -146,10 +155,10 @@ class Summary:
 
     @property
     def bottleneck(self) -> Bottleneck | None:
-        """What limits the run's speed; None without input events, and for stages, which always wait for each other."""
-        if self.inputs is None or self.started.plan.get("partition"):
+        """What limits the run's speed; None without input events, and for stages of which no step was timed."""
+        if self.inputs is None or (self.started.plan.get("partition") and self.passed is None):
             return None
-        return bottleneck_of(self.times_by_rank, self.inputs)
+        return bottleneck_of(self.times_by_rank, self.inputs, self.started, self.passed)
 
     @property
     def name(self) -> str:
@@ -227,7 +236,7 @@ def summarize(run_dir: Path | str, log: EventLog | None = None) -> Summary:
     return Summary(
         label=run_dir.resolve().name,
         started=last.started,
-        outcome=_outcome(last, len(begun), log.torn_lines),
+        outcome=_outcome(run_dir, last, len(begun), log.torn_lines),
         training=training,
         times=clock.times(*ranks) if ranks else None,
         times_by_rank={rank: clock.times(rank) for rank in ranks},
@@ -243,20 +252,23 @@ def summarize(run_dir: Path | str, log: EventLog | None = None) -> Summary:
     )
 
 
-def _outcome(last: Attempt, count: int, torn_lines: int) -> Outcome:
-    ended = next(of_kind(RunEnded, last.events), None)
+def _outcome(run_dir: Path, last: Attempt, count: int, torn_lines: int) -> Outcome:
+    failure = next(of_kind(Failed, last.events), None)
+    ended = last_word(run_dir, next(of_kind(RunEnded, last.events), None), failure)
     workers = tuple(of_kind(WorkerStarted, last.events))
     started: list[WorkerStarted | ServerStarted] = [*workers]
     started += of_kind(ServerStarted, last.events)
     hosts = {event.rank: event.host for event in started}
     return Outcome(
-        status=ended.status if ended else "unfinished",
-        failure=next(of_kind(Failed, last.events), None),
+        status=ended.status,
+        failure=failure,
         notices=tuple(dict.fromkeys(event.text for event in of_kind(Notice, last.events))),
         hosts=tuple(dict.fromkeys(host for _, host in sorted(hosts.items()))),
         torn_lines=torn_lines,
         attempts=count,
         devices={each.rank: each.device for each in sorted(workers, key=lambda each: each.rank)},
+        cause=ended.cause,
+        remedy=ended.remedy,
     )
 
 

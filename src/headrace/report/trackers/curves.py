@@ -19,6 +19,7 @@ from headrace.spec.events import (
     Notice,
     ParametersAveraged,
     PictureLogged,
+    RunEnded,
     RunStarted,
     Saved,
     SharesBalanced,
@@ -121,6 +122,8 @@ class EventCurves:
                 yield TrackedText("notice", event.text, 0, time_s)
             case Failed():
                 yield TrackedText(f"failed/rank-{event.rank}", event.cause, event.step, time_s)
+            case RunEnded() if event.words:
+                yield TrackedText("ended", f"{event.status}: {event.words}", 0, time_s)
 
     def rest(self) -> Iterator[TrackedValue]:
         """Yields the losses of the steps that not every worker has finished."""

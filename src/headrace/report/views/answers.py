@@ -49,6 +49,16 @@ def _left_out(runs: Sequence[Summary]) -> str:
     return f" Not compared, because not finished: {names_of(rest)}." if rest else ""
 
 
+def headline(run: Summary) -> str:
+    """Returns one run in a sentence: how it ended where it did not do all its rounds, what it reached, and how fast."""
+    end = "Done" if run.status == "ok" else run.status.capitalize()
+    told = f": {run.outcome.words}" if run.outcome.words else ""
+    reached = ", ".join(f"{name} {short(value)}" for name, value in run.metrics.items())
+    after = f"{plural(run.training.epochs, 'epoch')}, {plural(run.steps, 'step')} in {duration(run.training.seconds)}"
+    result = f" {reached[:1].upper()}{reached[1:]}." if reached else ""
+    return f"{end} after {after}{told}.{result}"
+
+
 def loss_answer(runs: Sequence[Summary], references: References, by_time: bool) -> str:
     """Returns how the loss fell, of one run, or which run's fell first, by examples or by time."""
     place: Callable[[LossPoint], float] = attrgetter("seconds" if by_time else "examples")

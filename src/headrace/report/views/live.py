@@ -19,6 +19,7 @@ from headrace.spec.events import (
     NonFinite,
     Notice,
     ParametersAveraged,
+    RunEnded,
     Saved,
     SharesBalanced,
 )
@@ -220,6 +221,9 @@ class Console:
                 return event.line
             case Notice() if event.text not in self._told:
                 return event.text
+            case RunEnded() if event.status == "interrupted":
+                # Else an error says it.
+                return f"interrupted: {event.words}"
         return ""
 
     def line(self, text: str) -> None:

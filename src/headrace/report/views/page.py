@@ -10,6 +10,7 @@ from headrace.report.format import MISSING, duration, fixed, short, to_cells, to
 from headrace.report.model.summary import Summary
 from headrace.report.model.training import STEP_PARTS, WARM_UP_STEPS
 from headrace.report.model.verdict import References, verdict
+from headrace.report.views.answers import headline
 from headrace.report.views.document import (
     definitions,
     embedded,
@@ -73,7 +74,7 @@ def page_fragment(summaries: Sequence[Summary], references: References | None = 
         above = [f"<p>{html_text(verdict(summaries, known))}</p>", _table(summaries, known)]
     else:
         above = [_run_list(summaries[0], known)]
-    alerts = (f"<p><strong>{html_text(ending(each))}</strong></p>" for each in summaries if each.status != "ok")
+    alerts = (f"<p><strong>{html_text(ending(each))}</strong></p>" for each in summaries if ending(each))
     drawn = main_pictures(summaries, known)
     keys = _keys(summaries, known)
     shown = picture_list((each, keys[each.key]) for each in drawn)
@@ -94,7 +95,7 @@ def _page(title: str, summaries: Sequence[Summary], references: References) -> l
     folded += [_notices(summaries, references), fold("How the numbers are made", "", definitions("how", _HOW.items()))]
     return [
         _header(title, summaries, references),
-        *(_alert(each) for each in summaries if each.status != "ok"),
+        *(_alert(each) for each in summaries if each.status != "ok" and (len(summaries) > 1 or _traceback(each))),
         _runs(summaries, references),
         _figures([each for each in drawn if not each.group], keys),
         f'<section class="folds">\n{chr(10).join(folded)}\n</section>',
@@ -109,7 +110,7 @@ def _fold(title: str, table: str, drawn: Sequence[Picture], keys: Mapping[str, s
 
 def _header(title: str, summaries: Sequence[Summary], references: References) -> str:
     first = summaries[0].started
-    lede = verdict(summaries, references) if len(summaries) > 1 else ""
+    lede = verdict(summaries, references) if len(summaries) > 1 else headline(summaries[0])
     hosts = dict.fromkeys(host for each in summaries for host in each.outcome.hosts)
     batches = dict.fromkeys(str(each.started.global_batch_size) for each in summaries)
     sets = dict.fromkeys(f"{each.started.examples_per_epoch:,} examples" for each in summaries)
@@ -127,9 +128,13 @@ def _header(title: str, summaries: Sequence[Summary], references: References) ->
 
 
 def _alert(summary: Summary) -> str:
-    trace = summary.outcome.failure.traceback if summary.outcome.failure else ""
+    trace = _traceback(summary)
     shown = f"<pre>{html_text(trace)}</pre>" if trace else ""
     return f'<section class="alert"><p>{html_text(ending(summary))}</p>{shown}</section>'
+
+
+def _traceback(summary: Summary) -> str:
+    return summary.outcome.failure.traceback if summary.outcome.failure else ""
 
 
 def _runs(summaries: Sequence[Summary], references: References) -> str:

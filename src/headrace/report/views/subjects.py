@@ -22,7 +22,8 @@ from headrace.report.format import (
     short,
     to_json,
 )
-from headrace.report.model.inputs import Bottleneck, InputSummary, blocked_s, busy_s, occupancy
+from headrace.report.model.bottleneck import Bottleneck
+from headrace.report.model.inputs import InputSummary, blocked_s, busy_s, occupancy
 from headrace.report.model.pipeline import PipelineStep
 from headrace.report.model.summary import Summary
 from headrace.report.model.training import STEP_PARTS, AveragingSummary, BalanceSummary, StepTimes

@@ -96,14 +96,12 @@ def first_metric(summaries: Sequence[Summary]) -> str | None:
 
 
 def ending(summary: Summary) -> str:
-    """Returns in one line how a run ended that did not end well; empty for a run that did."""
-    if summary.status == "ok":
+    """Returns in one line how a run ended that did not do all its rounds; empty for a run that did."""
+    words = summary.outcome.words
+    if summary.status == "ok" and not words:
         return ""
-    failure = summary.outcome.failure
-    if failure is None:
-        return f"{summary.name}: {summary.status} after {plural(summary.steps, 'step')}"
-    who = f"rank {failure.rank}" if failure.rank >= 0 else "the launcher"
-    return f"{summary.name}: {summary.status} at step {failure.step}, says {who}: {failure.cause}"
+    told = f": {words}" if words else ""
+    return f"{summary.name}: {summary.status} after {plural(summary.steps, 'step')}{told}"
 
 
 def comparison_table(summaries: Sequence[Summary], references: References) -> Table:
@@ -244,6 +242,7 @@ def _non_finite_text(summary: Summary) -> str | None:
 
 _RUN: tuple[Field[Summary], ...] = (
     *json_fields("label", "strategy", "workers", "started.device", "started.threads", "status"),
+    *json_fields("outcome.cause", "outcome.remedy"),
     *json_fields("outcome.devices", "outcome.attempts", "started.resumed_step"),
     *json_fields("training.steps", "training.epochs", "training.examples"),
     Field(attrgetter("name"), label="run"),

@@ -8,6 +8,7 @@ on the host's monotonic clock since the run began.
 from __future__ import annotations
 
 from headrace.spec.events.run import (
+    ENDS_EARLY,
     LAUNCHER,
     BackupReady,
     Event,
@@ -50,6 +51,7 @@ from headrace.spec.events.worker import (
 )
 
 __all__ = [
+    "ENDS_EARLY",
     "LAUNCHER",
     "BackupReady",
     "Evaluated",

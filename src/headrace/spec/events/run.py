@@ -99,6 +99,10 @@ class RunStarted(Event, frozen=True, tag="run_started"):
             all attempts follow each other in the same files, on one clock.
         resumed_leases: half-open ranges of data leases beyond `resumed_step` that are not repeated.
         job: the file that it was read from; None where a program made it.
+        rounds: that the job has; 0 where it is not known.
+        cores: that the processes on the launcher's host may use; 0 where it is not known.
+        command: that has started it, as a shell reads it.
+        model, optimizer: of the job, in a few words.
     """
 
     strategy: str
@@ -114,6 +118,11 @@ class RunStarted(Event, frozen=True, tag="run_started"):
     resumed_step: Int64 = 0
     resumed_leases: tuple[tuple[Int64, Int64], ...] = ()
     job: JobSource | None = None
+    rounds: Int64 = 0
+    cores: Int64 = 0
+    command: str = ""
+    model: str = ""
+    optimizer: str = ""
 
 
 class Notice(Event, frozen=True, tag="notice"):
@@ -173,10 +182,27 @@ class BackupReady(Event, frozen=True, tag="backup_ready"):
     unguarded_s: FiniteFloat = 0.0
 
 
+ENDS_EARLY = "ends early: "
+"""A notice that begins so says why a run ends before all its rounds are done."""
+
+
 class RunEnded(Event, frozen=True, tag="run_ended"):
-    """The last event, by the launcher; the status is "ok", "failed" or "interrupted"."""
+    """The last event, by the launcher.
+
+    Attributes:
+        status: "ok", "failed" or "interrupted".
+        cause: what has ended it, with the numbers; "" where all rounds are done.
+        remedy: what to do next; "" where that is in the cause, or not known.
+    """
 
     status: str
+    cause: str = ""
+    remedy: str = ""
+
+    @property
+    def words(self) -> str:
+        """Cause and remedy, as every view shows them."""
+        return "; ".join(filter(None, (self.cause, self.remedy)))
 
 
 class ServerStarted(Event, frozen=True, tag="server_started"):

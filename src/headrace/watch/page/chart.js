@@ -117,7 +117,8 @@ export class Chart {
       return;
     }
     const scaled = (y) => (logarithmic ? Math.log10(y) : y);
-    const xs = all.map(([x]) => x), ys = all.map(([, y]) => scaled(y));
+    const marks = (this.#options.marks || []).filter(([x]) => Number.isFinite(x));
+    const xs = [...all.map(([x]) => x), ...marks.map(([x]) => x)], ys = all.map(([, y]) => scaled(y));
     const low = (values) => values.reduce((a, b) => Math.min(a, b));
     const high = (values) => values.reduce((a, b) => Math.max(a, b));
     const x0 = Math.min(0, low(xs)), x1 = Math.max(high(xs), x0 + 1e-9);
@@ -139,7 +140,12 @@ export class Chart {
         parts.push(element("path", { d: "M" + at.join("L"), ...form }));
       }
     }
-    this.#svg.setAttribute("aria-label", this.#summary(shown));
+    for (const [x, text] of marks) {
+      const line = element("line", { class: "mark", x1: toX(x), x2: toX(x), y1: TOP, y2: height - BOTTOM });
+      line.append(element("title", {}, text));
+      parts.push(line);
+    }
+    this.#svg.setAttribute("aria-label", this.#summary(shown, marks));
     this.#svg.replaceChildren(...parts);
     if (this.#cursor !== null) this.#mark();
   }
@@ -178,13 +184,14 @@ export class Chart {
     }));
   }
 
-  #summary(shown) {
+  #summary(shown, marks) {
     const { name, x, showX, showY } = this.#options;
     const lines = shown.filter((each) => each.points.length).map((each) => {
       const [first, last] = [each.points[0], each.points.at(-1)];
       return `${each.name}: ${showY(first[1])} at ${showX(first[0])}, ${showY(last[1])} at ${showX(last[0])} ${x}`;
     });
-    return `${name}. ${lines.join("; ")}. Left and right arrow keys read values.`;
+    const marked = marks.map(([at, text]) => ` At ${showX(at)} ${x}: ${text}.`).join("");
+    return `${name}. ${lines.join("; ")}.${marked} Left and right arrow keys read values.`;
   }
 
   #point(x) {

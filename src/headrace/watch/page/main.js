@@ -151,6 +151,7 @@ function takeCurves(name, message) {
 
 function takeDetail(message) {
   run = message.run;
+  curvesSoon();
   panels.facts(run);
   if (message.complaints) panels.complaints(message.complaints);
   if (message.whole) lanes = { lanes: new LaneStore(), recent: new LaneStore() };
@@ -177,6 +178,9 @@ function takeDetail(message) {
 const pairs = (xs, ys) => xs.map((x, index) => [x, ys[index]]);
 const style = (index) => ({ colour: `series-${index % 8}`, dashes: ["none", "6 3", "2 2"][Math.floor(index / 8) % 3] });
 
+// Faults, resumptions and an early end as lines across a chart of this axis.
+const marks = (axis) => (run ? run.marks : []).map((each) => [each[axis], each.text]);
+
 function drawCurves() {
   const by = document.querySelector("input[name=by]:checked").value;
   const names = selected.filter((name) => curves.has(name));
@@ -198,19 +202,20 @@ function drawCurves() {
     x: by === "examples" ? "examples" : "of training",
     showX: by === "examples" ? short : duration,
     logarithmic: at("logarithmic").checked,
+    marks: marks(by),
   });
-  charts.rate.show(rates, { x: "of the run" });
+  charts.rate.show(rates, { x: "of the run", marks: marks("time_s") });
 }
 
 function drawServers() {
-  charts.staleness.show([{ name: "mean", ...style(0), points: servers.staleness }], { x: "of the run" });
+  charts.staleness.show([{ name: "mean", ...style(0), points: servers.staleness }], { x: "of the run", marks: marks("time_s") });
   const traffic = servers.servers.filter((each) => each.traffic.length);
-  charts.traffic.show(traffic.map((each, index) => ({ name: `server ${each.rank}`, ...style(index), points: each.traffic })), { x: "of the run" });
+  charts.traffic.show(traffic.map((each, index) => ({ name: `server ${each.rank}`, ...style(index), points: each.traffic })), { x: "of the run", marks: marks("time_s") });
 }
 
 function drawDrift() {
   at("drift").hidden = !averaging.time_s.length;
-  charts.drift.show([{ name: "drift", ...style(0), points: pairs(averaging.time_s, averaging.drift) }], { x: "of the run" });
+  charts.drift.show([{ name: "drift", ...style(0), points: pairs(averaging.time_s, averaging.drift) }], { x: "of the run", marks: marks("time_s") });
   const period = averaging.period.at(-1);
   say(at("drift").querySelector("p"), period === undefined ? "" : `the period is ${period} rounds: ${averaging.why}`);
 }
@@ -228,6 +233,9 @@ function status() {
     return;
   }
   say(at("title"), selected[0]);
+  at("status").className = panels.isBad(run.status) ? "bad" : run.status === "ok" ? "good" : "";
+  at("ended").hidden = !run.words;
+  say(at("ended"), run.words);
   document.title = `${selected[0]}: ${panels.statusText(run.status)}, headrace watch`;
   say(at("status"), run.missing > 0 ? `${panels.statusText(run.status)}; older events are being read` : panels.statusText(run.status));
 }

@@ -57,6 +57,7 @@ function section(id, shown) {
 }
 
 const NAMES = { ok: "finished", running: "running", failed: "failed", interrupted: "interrupted" };
+export const isBad = (status) => !["ok", "running", "no run yet"].includes(status);
 export const statusText = (status) => NAMES[status] || status;
 
 export function facts(run) {
@@ -110,7 +111,7 @@ export function processes(list) {
   );
 }
 
-const state = (name) => (name === "lost" || name === "failed" ? make("span", { class: "bad" }, name) : name);
+const state = (name) => (["lost", "failed", "interrupted", "unfinished"].includes(name) ? make("span", { class: "bad" }, name) : name);
 
 export function servers(message) {
   fill(

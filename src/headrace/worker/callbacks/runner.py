@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from headrace.errors import UsageError
-from headrace.spec.events import Notice, PictureLogged, Saved, ValuesLogged
+from headrace.spec.events import ENDS_EARLY, Notice, PictureLogged, Saved, ValuesLogged
 from headrace.training.synchronization import DataLeases
 from headrace.training.update import ScalesRates
 from headrace.worker.callbacks.callback import Callback, Moment, RunActions
@@ -119,7 +119,7 @@ class CallbackRunner:
         if not self.stops:
             self.stops = True
             events = self._session.events
-            events.write(Notice(events.rank, events.now(), f"ends early: a callback asked for it: {why}"))
+            events.write(Notice(events.rank, events.now(), f"{ENDS_EARLY}a callback asked for it: {why}"))
 
     def _set_factor(self, factor: float) -> None:
         session = self._session

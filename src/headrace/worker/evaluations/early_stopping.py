@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import UsageError
+from headrace.spec.events import ENDS_EARLY
 from headrace.spec.options import EarlyStopping
 
 
@@ -49,7 +50,7 @@ class EarlyStopper:
         if not self.over:
             return None
         return (
-            f"ends early: {option.metric} has got no better for {option.patience} "
+            f"{ENDS_EARLY}{option.metric} has got no better for {option.patience} "
             f"evaluation{'s' * (option.patience != 1)}; "
             f"best {sign * self._best:.4g} after {self._best_step} step{'s' * (self._best_step != 1)}"
         )

@@ -1,0 +1,121 @@
+"""What limits a run's speed, of mean steps that are made by hand: the largest part, and what is near it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from headrace.report.model.bottleneck import Bottleneck, bottleneck_of, changed_command, fewer_workers
+from headrace.report.model.inputs import InputSummary
+from headrace.report.model.pipeline import PipelineStep
+from headrace.report.model.training import StepTimes
+from headrace.spec.events import InputStageStats, InputStats, RunStarted, StagePass
+
+
+def started(workers: int = 2, servers: int = 0, cores: int = 8, command: str = "", strategy: str = "x") -> RunStarted:
+    roles = [{"host": "mill"} for _ in range(workers + servers)]
+    plain: dict[str, Any] = {"roles": roles}
+    return RunStarted(
+        -1, 0.0, strategy, workers, "cpu", 1, 64, 640, "", plain, {}, cores=cores, command=command, rounds=10
+    )  # fmt: skip
+
+
+def fed(cost_s: float, parallel: str = "inline") -> InputStats:
+    """Ten batches in 10 s, each of which costs so many seconds to read."""
+    stages = (InputStageStats("source", 0.0, 0.0), InputStageStats("map(slow)", 10 * cost_s, 0.0))
+    return InputStats(0, 10.0, parallel, 1, 10.0, 0.0, 0, 10, 100, 1000, 0, stages)
+
+
+def verdict(wait: float, compute: float, exchange: float, cost_s: float = 0.0, **run: int) -> Bottleneck:
+    """Of two equal workers whose step takes 1 s."""
+    times = StepTimes(wait, compute, exchange, 0.0, 1.0 - wait - compute - exchange)
+    found = bottleneck_of({0: times, 1: times}, InputSummary({0: fed(cost_s), 1: fed(cost_s)}), started(**run))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("parts", "run", "kind", "said"),
+    [
+        # Two servers and two workers on two cores, as measured: the input needs 0.3 % of a step.
+        ((0.13, 0.38, 0.46, 0.003), dict(servers=2, cores=2), "EXCHANGE- AND COMPUTE-BOUND", "13 % waits for its turn"),
+        ((0.13, 0.38, 0.46, 0.003), {"servers": 2}, "EXCHANGE- AND COMPUTE-BOUND", "which a server gives"),
+        ((0.01, 0.52, 0.42, 0.003), {}, "COMPUTE- AND EXCHANGE-BOUND", "42 % goes to the exchange"),
+        ((0.01, 0.70, 0.20, 0.003), {}, "COMPUTE-BOUND", "79 % of a step computes"),
+        ((0.01, 0.20, 0.75, 0.003), {}, "EXCHANGE-BOUND", "75 % of a step goes to the exchange"),
+        ((0.60, 0.30, 0.05, 0.600), {}, "INPUT-BOUND", "by map(slow), 100 % of the input's cost"),
+        ((0.60, 0.30, 0.05, 0.003), {}, "TURN-BOUND", "waits for its next share of the data"),
+        ((0.60, 0.30, 0.05, 0.003), {"workers": 4, "cores": 2}, "TURN-BOUND", "cores busy (4 processes share 2 cores)"),
+        ((0.45, 0.50, 0.05, 0.450), {}, "COMPUTE- AND INPUT-BOUND", "45 % waits for data"),
+        ((0.20, 0.75, 0.05, 0.200), {}, "COMPUTE-BOUND", "20 % waits for data (map(slow) is 100 % of its cost)"),
+        ((0.01, 0.20, 0.75, 0.003), {"workers": 4, "cores": 2}, "EXCHANGE-BOUND", "4 processes share 2 cores"),
+    ],
+)  # fmt: skip
+def test_the_largest_part_is_named(
+    parts: tuple[float, float, float, float], run: dict[str, int], kind: str, said: str
+) -> None:
+    found = verdict(*parts, **run)
+    assert found.kind == kind, found
+    assert said in found.because
+    assert "..." not in found.remedy
+
+
+def test_an_input_that_is_worth_it_has_a_remedy_where_another_part_is_larger() -> None:
+    assert 'parallel="threads"' in verdict(0.2, 0.75, 0.05, 0.2).remedy
+    assert "parallel=" not in verdict(0.2, 0.75, 0.05, 0.001).remedy
+
+
+def test_a_remedy_is_the_command_with_a_change() -> None:
+    run = started(
+        3, 0, 2, "headrace train job.py --strategy 'mirrored(overlap=False)' --workers 3 --run-dir a --set lr=1"
+    )
+    assert fewer_workers(run) == (
+        "a process a core: headrace train job.py --set lr=1 --strategy 'mirrored(overlap=False)' --workers 2"
+    )
+    assert changed_command(run, micro_batches=8) == (
+        "headrace train job.py --set lr=1 --strategy 'mirrored(overlap=False, micro_batches=8)' --workers 3"
+    )
+    assert changed_command(replace(run, command="python train.py"), workers=2) == "workers=2"
+    assert fewer_workers(started(2, 0, 2)) == fewer_workers(started(2, 0, 0)) == ""
+
+
+def stage_pass(stage: int, micro_batch: int, backward: bool, begin: float, end: float, waited: float) -> StagePass:
+    return StagePass(stage, micro_batch, backward, begin, end, waited)
+
+
+def stages(first_s: float, second_s: float, transfer_s: float, count: int) -> PipelineStep:
+    """One step of GPipe on two ranks, forward alone as long as backward."""
+    passes: dict[int, list[StagePass]] = {0: [], 1: []}
+    free, ready = [0.0, 0.0], [0.0] * count
+    for stage, own in ((0, first_s), (1, second_s)):
+        for number in range(count):
+            begin = max(free[stage], ready[number])
+            passes[stage].append(stage_pass(stage, number, False, free[stage], begin + own, begin - free[stage]))
+            free[stage] = begin + own
+            ready[number] = begin + own + transfer_s
+    ready = [0.0] * count
+    for stage, own in ((1, second_s), (0, first_s)):
+        for number in reversed(range(count)):
+            begin = max(free[stage], ready[number])
+            passes[stage].append(stage_pass(stage, number, True, free[stage], begin + own, begin - free[stage]))
+            free[stage] = begin + own
+            ready[number] = begin + own + transfer_s
+    return PipelineStep(5, {rank: tuple(each) for rank, each in passes.items()}, {0: count, 1: count})
+
+
+@pytest.mark.parametrize(
+    ("step", "kind", "remedy"),
+    [
+        (stages(1.0, 1.0, 0.0, 2), "BUBBLE-BOUND", "micro_batches=4"),
+        (stages(1.0, 4.0, 0.0, 16), "IMBALANCE-BOUND", "new profile"),
+        (stages(1.0, 1.0, 6.0, 16), "TRANSFER-BOUND", "fewer stages"),
+        (stages(1.0, 1.0, 0.0, 32), "COMPUTE-BOUND", "smaller model"),
+    ],
+)
+def test_a_pipeline_has_its_own(step: PipelineStep, kind: str, remedy: str) -> None:
+    found = bottleneck_of({}, InputSummary({}), started(strategy="pipeline"), step)
+    assert found is not None
+    assert found.kind == kind, found
+    assert remedy in found.remedy
