@@ -91,7 +91,9 @@ def test_a_failure_is_told_too() -> None:
     with pytest.raises(WorkerFailed, match="planted"):
         hr.fit(make_job(model=lambda: Faulty(fail, None)), hr.Mirrored(2), engine=THREADS, on_event=seen.append)
     assert "failed" in [event.kind for event in seen]
-    assert seen[-1] == RunEnded(LAUNCHER, seen[-1].time_s, "failed")
+    ended = seen[-1]
+    assert isinstance(ended, RunEnded)
+    assert (ended.status, "ValueError: planted at" in ended.cause) == ("failed", True)
 
 
 @pytest.mark.slow

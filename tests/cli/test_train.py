@@ -67,9 +67,16 @@ def test_the_result_is_on_stdout_and_progress_on_stderr(stage, job_file: Path, c
     out, err = capsys.readouterr()
     assert "accuracy 0.875" in out
     assert "examples/s" in out
-    assert out.splitlines()[-2:] == ["run dir: runs/a", "model: runs/a/model.safetensors"]
+    assert out.splitlines()[-2:] == ["model: runs/a/model.safetensors", "next: headrace report runs/a"]
     assert max(len(line) for line in out.splitlines()) <= 80
     assert err == "a print of the user\n"
+
+
+def test_all_that_is_known_is_asked_for(stage, job_file: Path, capsys: Capture) -> None:
+    assert run(["train", "digits.py", "--run-dir", "runs/a", "-v"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-2:] == ["run dir: runs/a", "model: runs/a/model.safetensors"]
+    assert "peak memory" in out
 
 
 def test_the_result_as_json(stage, job_file: Path, capsys: Capture) -> None:

@@ -27,11 +27,11 @@ from engine.test_termination import environment
 from engine.victims import faulty, long_job, make_job
 from headrace.cli.output import write_error
 from headrace.engine.local.engine import LocalEngine
+from headrace.report.model.glance import glanced
 from headrace.report.model.summary import summarize
 from headrace.report.trackers.curves import EventCurves, TrackedText
 from headrace.report.views.page import page_fragment, write_page
 from headrace.spec.events import RunEnded, RunStarted
-from headrace.watch.runs import glanced
 from headrace.watch.state import WatchedRun
 from watch.made import read
 

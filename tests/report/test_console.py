@@ -6,6 +6,7 @@ import errno
 import io
 import itertools
 import os
+import re
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from headrace.report.model import events
 from headrace.report.model.events import DiskMonitor, LogTail, Tail
-from headrace.report.views.live import Console, ProgressBar
+from headrace.report.views.live import Console, ProgressBar, Rounds
 from headrace.spec.events import Evaluated, NonFinite, Notice, ParametersAveraged, Saved
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import events_path
@@ -30,8 +31,8 @@ def test_lines_that_are_worth_one() -> None:
     show.close()
     assert stream.getvalue().splitlines() == [
         "mirrored: 2 workers",
-        "mirrored: loss 0.25, accuracy 0.5 after 5 steps",
-        "mirrored: loss 0.25 after 1 step",
+        "mirrored: step  5  val loss 0.250   val accuracy 0.500",
+        "mirrored: step  1  val loss 0.250",
         "printed by rank 0",
     ]
 
@@ -146,8 +147,33 @@ def test_one_plain_line_every_10_seconds():
             clock.now = 100.0 + step * 0.25
             progress.update(step, 2.5, 4312.0)
     assert stream.getvalue().splitlines() == [
-        "mirrored: step 40/100, loss 2.50, 4312 examples/s, 10.0 s",
-        "mirrored: step 80/100, loss 2.50, 4312 examples/s, 20.0 s",
+        "mirrored: step  40/100  train loss 2.50      4312 examples/s  10.0 s  15.0 s left",
+        "mirrored: step  80/100  train loss 2.50      4312 examples/s  20.0 s  5.0 s left",
+    ]
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_lines_have_the_width_that_there_is(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream, clock = _Terminal(), _Clock()
+    rounds = Rounds(460, 20)
+    with closing(ProgressBar(460, "mirrored", stream, plain=False, clock=clock, rounds=rounds)) as progress:
+        clock.now += 1.0
+        progress.update(69, 0.2, 4312.0)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    assert max(map(len, re.split(r"[\r\n]", text))) <= columns
+    assert "epoch  3/20  step  69" in text
+    assert ("4312 ex/s" in text) == (columns == 120)
+
+
+def test_an_evaluation_is_a_line_of_columns() -> None:
+    stream = io.StringIO()
+    show = Console("mirrored", 460, plain=True, stream=stream, epochs=20)
+    for epoch in (3, 20):
+        show.event(Evaluated(0, 1.0, 23 * epoch, epoch, 100, {"loss": 0.253, "accuracy": 0.936}, 0.1))
+    assert stream.getvalue().splitlines() == [
+        "mirrored: epoch  3/20  step  69  val loss 0.253   val accuracy 0.936",
+        "mirrored: epoch 20/20  step 460  val loss 0.253   val accuracy 0.936",
     ]
 
 
@@ -157,7 +183,7 @@ def test_an_unknown_end_and_missing_numbers():
     clock.now += 10
     progress.update(7)
     progress.line("a notice")
-    assert stream.getvalue() == "a\ufffd[31m: step 7, loss –, – examples/s, 10.0 s\na notice\n"
+    assert stream.getvalue() == "a\ufffd[31m: step 7  train loss –            – examples/s  10.0 s\na notice\n"
 
 
 def test_nothing_is_written_after_the_end():
@@ -187,7 +213,9 @@ def test_a_terminal_gets_a_bar_at_most_4_times_a_second():
     text = stream.getvalue()
     assert "mirrored [red] {x}" in text
     assert "a [bold] notice" in text
-    assert "4312 ex/s" in text
+    # Of 80 columns.
+    assert "train loss   2.50" in text
+    assert "ex/s" not in text
 
 
 @pytest.mark.slow

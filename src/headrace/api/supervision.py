@@ -122,7 +122,9 @@ class Follower:
     def __init__(self, spec: RunSpec, info: JobInfo, listeners: Listeners) -> None:
         plain, show_html = not can_paint(sys.stderr), notebook_display()
         rounds = None if spec.train is not None or spec.seconds is not None else spec.rounds_of(info.examples)
-        self.console = Console(spec.plan.strategy, rounds, plain, told=info.told, show_html=show_html)
+        self.console = Console(
+            spec.plan.strategy, rounds, plain, told=info.told, show_html=show_html, epochs=spec.job.epochs or 0
+        )
         self.served: dict[int, ServerStats] = {}
         self.early = ""
         self._listeners = listeners

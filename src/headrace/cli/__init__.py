@@ -21,6 +21,7 @@ from headrace.cli.commands.launch_files import launch_files
 from headrace.cli.commands.profile import calibrate, profile
 from headrace.cli.commands.recommend import recommend
 from headrace.cli.commands.report import report
+from headrace.cli.commands.running.runs import ps, stop
 from headrace.cli.commands.saved.checkpoint import checkpoint
 from headrace.cli.commands.saved.export import export
 from headrace.cli.commands.saved.predict import predict
@@ -45,6 +46,8 @@ _EXAMPLES = """
   headrace verify job.py --strategy mirrored --workers 2
   headrace report runs/a
   headrace watch runs/a
+  headrace ps
+  headrace stop runs/a
   headrace simulate model.toml --cluster cluster.toml --strategy mirrored
   headrace recommend job.py --cluster cluster.toml
   headrace rehearse job.py --strategy downpour --workers 64
@@ -64,6 +67,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "verify": verify,
     "report": report,
     "watch": watch,
+    "ps": ps,
+    "stop": stop,
     "simulate": simulate,
     "recommend": recommend,
     "rehearse": rehearse,

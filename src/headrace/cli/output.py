@@ -242,6 +242,12 @@ def say(line: str) -> None:
     typer.echo(line, err=True)
 
 
+def say_at_once(line: str) -> None:
+    """Tells someone at a terminal what begins, before torch is imported."""
+    if sys.stderr.isatty():
+        say(f"headrace: {line} ...")
+
+
 def wrapped(text: str, first: str = "", later: str = "") -> list[str]:
     """Returns lines of at most 80 columns, the first and the later ones indented by these texts."""
     # A number stays with its unit.
@@ -255,18 +261,22 @@ def cut(name: str, width: int) -> str:
     return name if len(name) < width else f"{name[: width - 2]}…"
 
 
-def show_run(answer: Answer, summary: Summary, run_dir: Path, page: Path | None = None) -> None:
-    """Prints the summary of a run and where its files are."""
+def show_run(
+    answer: Answer, summary: Summary, run_dir: Path, page: Path | None = None, short: str | None = None
+) -> None:
+    """Prints the summary of a run and where its files are; a short one with what to type next, if that is given."""
     # Lazily, as below: `--help` need not wait for reports.
-    from headrace.report.views.table import run_plain, run_table
+    from headrace.report.views.table import run_plain, run_table, short_table
 
     model = model_path(run_dir)
     places = {"run_dir": run_dir, "model": model if disk.is_file(model) else None, "page": page}
     if answer.as_json:
         answer.document({**run_plain(summary), **_paths(places)})
-    else:
-        answer.show(run_table(summary))
-        answer.text(_lines(places))
+        return
+    answer.show(run_table(summary) if short is None else short_table(summary))
+    answer.text(_lines(places) if short is None else _lines({"model": places["model"]}))
+    if short is not None:
+        answer.text(f"next: {short}")
 
 
 def show_comparison(

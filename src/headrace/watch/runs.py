@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import UsageError
 from headrace.machine import disk
 from headrace.report.format import clean
-from headrace.report.model.ending import LOCK, UNFINISHED
-from headrace.spec.events import Event, RunEnded, RunStarted, Stepped, decode
+from headrace.report.model.ending import LOCK
+from headrace.report.model.glance import DEPTH, glanced, runs_below
 from headrace.watch.state import WatchedRun
 
 _POLL_S = 0.2
 _LOOK_S = 2.0
-_DEPTH = 2
-"""A directory of comparisons has runs two levels below."""
 _MOST_RUNS = 1000
 _KEPT = 8
 """Runs that no page shows any more and that stay in memory."""
-_GLANCE = 16 << 10
-_MOST_RANKS = 64
 
 
 class RunWatcher:
@@ -56,9 +51,9 @@ class RunWatcher:
         self.changed = asyncio.Event()
         self._polling = asyncio.Lock()
         for path in () if expected else paths:
-            if not _runs_below(path):
+            if not runs_below(path):
                 raise UsageError(
-                    f"{path} holds no run: there is no events/*.jsonl in it, nor up to {_DEPTH} folders below; give "
+                    f"{path} holds no run: there is no events/*.jsonl in it, nor up to {DEPTH} folders below; give "
                     "the run_dir of a run, a directory of runs, or --wait for a run that has not begun"
                 )
         self._take(*self._survey())
@@ -119,7 +114,7 @@ class RunWatcher:
         """Returns the runs that there are, and the rows of those that have changed and that no page shows."""
         found: dict[str, Path] = {}
         for path in self._paths:
-            for run_dir in _runs_below(path) or ([path] if self._expected else []):
+            for run_dir in runs_below(path) or ([path] if self._expected else []):
                 name = _text(run_dir.relative_to(path.parent))
                 found[_text(run_dir) if name in found else name] = run_dir
         order = sorted(found, key=lambda name: -_modified(found[name] / "events"))[:_MOST_RUNS]
@@ -153,46 +148,6 @@ def _text(path: Path) -> str:
     return clean(str(path).encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
-def _runs_below(path: Path) -> list[Path]:
-    """Returns the directories of runs: this one, or those below it; each once, however many links lead to it."""
-    found: list[Path] = []
-    seen: set[tuple[int, int]] = set()
-    level = [path]
-    for depth in range(_DEPTH + 1):
-        below: list[Path] = []
-        for each in level:
-            if _is_run(each):
-                found.append(each)
-            elif depth < _DEPTH:
-                below += _folders(each, seen)
-        level = below
-    return sorted(found)
-
-
-def _folders(path: Path, seen: set[tuple[int, int]]) -> list[Path]:
-    """Returns the directories in one that were not seen before."""
-    found = []
-    try:
-        with os.scandir(path) as entries:
-            for entry in sorted(entries, key=lambda each: each.name):
-                if entry.is_dir():
-                    stat = entry.stat()
-                    if (place := (stat.st_dev, stat.st_ino)) not in seen:
-                        seen.add(place)
-                        found.append(path / entry.name)
-    except OSError:
-        return found
-    return found
-
-
-def _is_run(path: Path) -> bool:
-    try:
-        with os.scandir(path / "events") as entries:
-            return any(entry.name.endswith(".jsonl") for entry in entries)
-    except OSError:
-        return False
-
-
 def _modified(path: Path) -> float:
     try:
         return path.stat().st_mtime
@@ -205,58 +160,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def glanced(run_dir: Path) -> dict[str, Any]:
-    """Returns a run in one line of a list, from the begin and the end of its files."""
-    row: dict[str, Any] = dict.fromkeys(("workers", "step", "loss", "rate"))
-    row |= {"strategy": "", "status": "no run yet", "started_at": ""}
-    for event in _events(_edges(run_dir / "events" / "launcher.jsonl")):
-        match event:
-            case RunStarted():
-                row |= {"strategy": clean(event.strategy), "workers": event.workers, "status": "running"}
-                row["started_at"] = clean(event.started_at)
-            case RunEnded():
-                row["status"] = clean(event.status)
-    if row["status"] == "running" and disk.is_left(run_dir / LOCK):
-        row["status"] = UNFINISHED
-    return row | _progress(run_dir / "events")
-
-
-def _progress(events: Path) -> dict[str, Any]:
-    """Returns the last step, and the mean loss of the workers in the last step that all of them have."""
-    losses: dict[int, dict[int, tuple[float, float]]] = {}
-    for file in sorted(events.glob("rank-*.jsonl"))[:_MOST_RANKS]:
-        for event in _events(_edges(file)):
-            if isinstance(event, Stepped):
-                of_step = losses.setdefault(event.step, {})
-                of_step[event.rank] = (event.loss, event.weight) if event.loss is not None else (0.0, 0.0)
-    if not losses:
-        return {}
-    most = max(map(len, losses.values()))
-    parts = losses[max(step for step, each in losses.items() if len(each) == most)].values()
-    weight = sum(each for _, each in parts)
-    loss = sum(value * each for value, each in parts) / weight if weight else None
-    return {"step": max(losses) + 1, "loss": loss}
-
-
-def _events(lines: Iterable[bytes]) -> Iterator[Event]:
-    """Yields the events; half a line at an edge is none, and who looks at the run is told of lines that are wrong."""
-    for line in lines:
-        with suppress(ValueError):
-            yield decode(line)
-
-
-def _edges(file: Path) -> list[bytes]:
-    """Returns the lines at the begin and at the end of a file; none of a pipe, which would be waited for."""
-    if not file.is_file():
-        return []
-    try:
-        with file.open("rb") as stream:
-            begin = stream.read(_GLANCE)
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(len(begin), size - _GLANCE))
-            end = stream.read()
-    except OSError:
-        return []
-    return [*begin.split(b"\n"), *end.split(b"\n")]

@@ -192,6 +192,7 @@ class WatchedRun:
             "loss": self._loss.last(),
             "rate": self.rate() if self.status == "running" else self._overall_rate(),
             "started_at": clean(started.started_at)[:_MOST_TEXT] if started else "",
+            "rounds": started.rounds if started else 0,
         }
 
     def curves(self, since: int) -> dict[str, Any]:

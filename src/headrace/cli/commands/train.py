@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -44,7 +46,7 @@ from headrace.cli.options import (
     split_names,
     tensorboards,
 )
-from headrace.cli.output import Answer, ExitCode, show_comparison, show_run
+from headrace.cli.output import Answer, ExitCode, say_at_once, show_comparison, show_run
 from headrace.cli.ray_cluster import PlacementOption, ResourcesOption, RuntimeEnvOption, is_ray, ray_engine
 from headrace.cli.watching import watching
 from headrace.devices import AUTO
@@ -108,8 +110,10 @@ def train(
     predict: _PredictOption = None,
     tensorboard: TensorBoardOption = None,
     watch: Annotated[bool, option("--watch", "Show the run in a browser meanwhile, and say where.")] = False,
+    verbose: Annotated[bool, option("--verbose -v", "Print all that is known of the run at its end.")] = False,
 ) -> None:
     """Train the job of a file under one strategy."""
+    say_at_once(f"starting {strategy}{f' with {workers} workers' if workers else ''}: {path}")
     strategy = _check(["parameter_server" if servers and strategy == "one_device" else strategy], path, tensorboard)
     ray = ray_engine(cluster, secret_file, runtime_env, resources, placement)
     saved = checkpoints_of(checkpoint_every, keep, snapshots_every, copy_to)
@@ -138,18 +142,28 @@ def train(
                 cluster=None if ray else cluster,
                 encrypt=encrypt,
             )
-    _finish(answer, where, run.interrupted)
+    _finish(answer, where, run.interrupted, verbose)
 
 
-def _finish(answer: Answer, run_dir: Path, interrupted: bool) -> None:
+def _finish(answer: Answer, run_dir: Path, interrupted: bool, verbose: bool) -> None:
     """Prints a run where one process speaks for all, and exits if it was interrupted."""
     if launched_rank() in (None, 0):
         # Lazily: `--help` need not wait for reports.
         from headrace.report.model.summary import summarize
 
-        show_run(answer, summarize(run_dir), run_dir)
+        then = None if verbose else shlex.join(_next(run_dir, interrupted))
+        show_run(answer, summarize(run_dir), run_dir, short=then)
     if interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+def _next(run_dir: Path, interrupted: bool) -> list[str]:
+    """Returns what to type next: how to go on with a run that was ended, else how to see it."""
+    if not interrupted:
+        return ["headrace", "report", str(run_dir)]
+    words = [each for each in sys.argv[1:] if each not in ("--resume", "--watch")]
+    named = any(each.partition("=")[0] == "--run-dir" for each in words)
+    return ["headrace", *words, *(() if named else ("--run-dir", str(run_dir))), "--resume"]
 
 
 def _keep_prediction(

@@ -6,8 +6,9 @@ import errno
 import sys
 import time
 from collections.abc import Callable, Container
+from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from headrace.machine.disk import takes_no_more, unless
 from headrace.report.format import MISSING, byte_count, clean, duration, plural, short
@@ -34,6 +35,29 @@ _BAR_PERIOD_S = 0.25
 _LINE_PERIOD_S = 10.0
 
 
+_MIDDLE, _WIDE = 60, 88
+"""Columns of a terminal from which on a bar has its name, and rate and time."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How many rounds and epochs a run has, None and 0 where that is not known: texts of one width for all of them."""
+
+    total: int | None = None
+    epochs: int = 0
+
+    def place(self, step: int, epoch: int | None = None) -> str:
+        """Returns "epoch  3/20  step  69/460"; of the epoch in which the step is, or of so many whole ones."""
+        width = len(str(self.total)) if self.total else 1
+        of = f"/{self.total}" if self.total is not None and epoch is None else ""
+        text = f"step {step:>{width}}{of}"
+        if not (self.epochs and self.total):
+            return text
+        if epoch is None:
+            epoch = min(self.epochs, 1 + max(0, step - 1) * self.epochs // self.total)
+        return f"epoch {epoch:>{len(str(self.epochs))}}/{self.epochs}  {text}"
+
+
 def _is_unseen(error: OSError) -> bool:
     """Tells whether a line finds no reader: its pipe is closed, its terminal is gone (EIO), or its disk is full."""
     return error.errno == errno.EPIPE or takes_no_more(error)
@@ -55,9 +79,11 @@ class ProgressBar:
         plain: bool,
         clock: Callable[[], float] = time.monotonic,
         show_html: ShowHtml | None = None,
+        rounds: Rounds | None = None,
     ) -> None:
         self._show_html = show_html
         self._total = total_steps
+        self._rounds = rounds or Rounds(total_steps)
         self._label = clean(label)
         self._stream = stream
         self._clock = clock
@@ -87,12 +113,14 @@ class ProgressBar:
             return
         if self._bar is not None and self._task is not None:
             with unless(_is_unseen):
-                self._bar.update(self._task, completed=step, loss=short(loss), rate=short(examples_per_s))
+                texts: dict[str, Any] = {"loss": f"{short(loss):>6}", "rate": f"{short(examples_per_s):>6}"}
+                self._bar.update(self._task, completed=step, place=self._rounds.place(step), **texts)
                 self._bar.refresh()
         else:
-            total = f"/{self._total}" if self._total is not None else ""
-            rate = f"{short(examples_per_s)} examples/s, {duration(now - self._began)}"
-            self._write(f"{self._label}: step {step}{total}, loss {short(loss)}, {rate}")
+            left_s = self._left_s(step)
+            left = f"  {duration(left_s)} left" if left_s is not None else ""
+            rate = f"{short(examples_per_s):>6} examples/s  {duration(now - self._began)}{left}"
+            self._write(f"{self._label}: {self._rounds.place(step)}  train loss {short(loss):<6}  {rate}")
 
     def line(self, text: str) -> None:
         """Writes a line that stays, above the bar where there is one."""
@@ -122,18 +150,25 @@ class ProgressBar:
 
     def _open_bar(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-        self._bar = Bar(
-            TextColumn("{task.description}", markup=False),
+        console = Console(file=self._stream, force_terminal=True)
+        # Of a narrow terminal, what says least is left out.
+        columns: list[ProgressColumn] = [
+            TextColumn("{task.fields[place]}", markup=False),
             BarColumn(bar_width=None),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}" if self._total else "step {task.completed:.0f}"),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[rate]} ex/s"),
-            TimeElapsedColumn(),
+            TextColumn("train loss {task.fields[loss]}"),
             TimeRemainingColumn(),
-            console=Console(file=self._stream, force_terminal=True),
+        ]
+        if console.width >= _MIDDLE:
+            columns.insert(0, TextColumn("{task.description}", markup=False))
+        if console.width >= _WIDE:
+            columns.insert(-1, TextColumn("{task.fields[rate]} ex/s"))
+            columns.insert(-1, TimeElapsedColumn())
+        self._bar = Bar(
+            *columns,
+            console=console,
             auto_refresh=False,
             transient=True,
             expand=True,
@@ -141,7 +176,8 @@ class ProgressBar:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._task = self._bar.add_task(self._label, total=self._total, loss=MISSING, rate=MISSING)
+        texts: dict[str, Any] = {"place": self._rounds.place(0), "loss": f"{MISSING:>6}", "rate": f"{MISSING:>6}"}
+        self._task = self._bar.add_task(self._label, total=self._total, **texts)
         self._bar.start()
 
 
@@ -179,10 +215,12 @@ class Console:
         stream: TextIO | None = None,
         told: Container[str] = (),
         show_html: ShowHtml | None = None,
+        epochs: int = 0,
     ) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._plain = not self._stream.isatty() if plain is None else plain
-        self._progress = ProgressBar(rounds, label, self._stream, self._plain, show_html=show_html)
+        self._rounds = Rounds(rounds, epochs)
+        self._progress = ProgressBar(rounds, label, self._stream, self._plain, show_html=show_html, rounds=self._rounds)
         self._label = label
         self._told = told
         self._non_finite = 0
@@ -205,8 +243,8 @@ class Console:
     def _text(self, event: Event) -> str:
         match event:
             case Evaluated():
-                values = ", ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
-                return f"{values} after {plural(event.step, 'step')}"
+                values = "".join(f"  val {name} {short(value):<6}" for name, value in event.metrics.items())
+                return f"{self._rounds.place(event.step, event.epoch)}{values}".rstrip()
             case Saved() if self._plain:
                 return f"saved step {event.step}, {byte_count(event.bytes)}"
             case NonFinite() if event.action in _ACTIONS:

@@ -157,15 +157,32 @@ def differing_line(summaries: Sequence[Summary], references: References) -> str:
     return f"Need not equal one device, so their loss may differ from its: {names}." if names else ""
 
 
+_SHORT = ("steps", "evaluation", "examples/s")
+"""What a run has reached, in how much time, and how fast."""
+
+
+def short_table(summary: Summary) -> Table:
+    """Returns what most want to know of a run, and how it ended if that was not after all its rounds."""
+    rows = dict(run_rows(summary))
+    rows["examples/s"] += f", {rows['training time']} of training"
+    names = (*(("status",) if ending(summary) else ()), *_SHORT)
+    return _two_columns([(name, rows[name]) for name in names if name in rows])
+
+
 def run_table(summary: Summary) -> Table:
     """Returns one run as two columns, name and value."""
+    return _two_columns(run_rows(summary))
+
+
+def _two_columns(rows: Sequence[tuple[str, str]]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style="bold")
+    # As wide in the short form as in the long one.
+    table.add_column(no_wrap=True, style="bold", min_width=len("optimizer state"))
     table.add_column(overflow="fold")
-    for name, value in run_rows(summary):
+    for name, value in rows:
         table.add_row(Text(name), Text(clean(value)))
     return table
 
