@@ -60,7 +60,7 @@ def test_runs_of_a_directory_and_those_that_go_on(runs: Path, capsys: Capture) -
                 "done": "ok",
             }
             # The mean of both workers in the last step that both have.
-            assert (found["a"]["step"], found["a"]["loss"]) == (8, 10.0 / 7 + 0.5)
+            assert (found["a"]["step"], found["a"]["loss"]) == (8, pytest.approx(10.0 / 7 + 0.5))
             assert run(["ps", str(runs)]) == 0
             lines = capsys.readouterr().out.splitlines()
             assert any(str(process.pid) in line and "running" in line and "mirrored" in line for line in lines)

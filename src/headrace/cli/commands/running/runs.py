@@ -30,7 +30,7 @@ def ps(
     answer: Answer,
     directories: Annotated[list[Path] | None, argument("[DIR]", "Directories of runs; these are listed, too.")] = None,
 ) -> None:
-    """List the runs that go on on this machine, and those of directories."""
+    """List the runs of this machine and of directories."""
     # Lazily: `--help` need not wait for the events.
     from headrace.report.model.glance import DEPTH, glanced, runs_below
 
@@ -64,7 +64,10 @@ def stop(
     run_dir: Annotated[Path, argument("RUN_DIR", "The directory of a run that goes on.")],
     timeout_s: Annotated[float, option("--timeout-s SECONDS", "How long to wait for its end.", min=0)] = 60.0,
 ) -> None:
-    """End a run in order: after the same round on all workers, with its model and a last checkpoint."""
+    """End a run in order.
+
+    All workers end after the same round, and a last checkpoint is saved.
+    """
     leader = _living().get(run_dir.resolve())
     if leader is None:
         raise UsageError(f"no run goes on in {run_dir} on this machine; headrace ps lists those that do")
