@@ -9,7 +9,7 @@ from house import PACKAGE, Modules, complaint
 __all__ = ["path_questions"]
 
 ASKED = {"exists", "is_dir", "is_file"}
-OTHERS = {f"{PACKAGE}.devices", f"{PACKAGE}.watch.runs", f"{PACKAGE}.watch.tail"}
+OTHERS = {f"{PACKAGE}.devices", f"{PACKAGE}.report.model.glance", f"{PACKAGE}.watch.tail"}
 """Below `machine/`, which looks for a driver; and what asks entries of `os.scandir`, which raise."""
 
 

@@ -89,12 +89,13 @@ class UnknownName(UsageError):
         name: the name that was given.
         known: the names that exist.
         of: what they belong to, for the message ("mirrored").
+        hint: in place of that suggestion.
     """
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], of: str = "") -> None:
+    def __init__(self, kind: str, name: str, known: Iterable[str], of: str = "", hint: str = "") -> None:
         names = sorted(known)
         near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = f"{hint}; " if hint else f"did you mean {near[0]!r}? " if near else ""
         super().__init__(f"there is no {kind} {name!r}{of and f' of {of}'}; {hint}known: {', '.join(names) or 'none'}")
 
 

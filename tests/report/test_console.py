@@ -15,7 +15,7 @@ import pytest
 
 from headrace.report.model import events
 from headrace.report.model.events import DiskMonitor, LogTail, Tail
-from headrace.report.views.live import Console, ProgressBar, Rounds
+from headrace.report.views.live import Console, ProgressBar, RunLength
 from headrace.spec.events import Evaluated, NonFinite, Notice, ParametersAveraged, Saved
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import events_path
@@ -156,7 +156,7 @@ def test_one_plain_line_every_10_seconds():
 def test_lines_have_the_width_that_there_is(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     stream, clock = _Terminal(), _Clock()
-    rounds = Rounds(460, 20)
+    rounds = RunLength(460, 20)
     with closing(ProgressBar(460, "mirrored", stream, plain=False, clock=clock, rounds=rounds)) as progress:
         clock.now += 1.0
         progress.update(69, 0.2, 4312.0)

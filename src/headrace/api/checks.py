@@ -27,6 +27,7 @@ from headrace.api.probes.layers import (
 from headrace.api.probes.losses import check_loss_of_copy, check_loss_parameters, join_loss
 from headrace.api.probes.optimizers.probe import OptimizerFindings, probe_optimizer, together
 from headrace.api.probes.optimizers.schedules import check_schedule
+from headrace.api.probes.parts.explained import called_with, failing_layer, guarded
 from headrace.api.probes.sets import Sets, find_sets, try_loss
 from headrace.batches import arguments, call, form, select_target
 from headrace.data.loading.loader import Loader, as_pipeline
@@ -177,9 +178,9 @@ def _try_update(job: Job, module: nn.Module, sets: Sets, closures: bool) -> Opti
             optimizer.check(name for name, _ in named)
         of_set = f" of the set {name!r}" if sets else ""
         trial = partial(_try_optimizer, optimizer, named, closures)
-        found = _guarded(f"the optimizer{of_set} cannot be made", trial)
+        found = guarded(f"the optimizer{of_set} cannot be made", trial)
         if own.options.schedule is not None:
-            _guarded("the schedule cannot be made", partial(check_schedule, own.options, optimizer, named))
+            guarded("the schedule cannot be made", partial(check_schedule, own.options, optimizer, named))
         every.append(replace(found, kept=found.kept + (own.options.ema_decay is not None)))
     return together(every)
 
@@ -251,21 +252,23 @@ def _try_metrics(job: Job, output: Any, target: Any, share: Share, what: str) ->
     for name, metric in metrics.items():
         failure = f"the metric {name!r} cannot be computed on {what}"
         if accumulates(metric):
-            _guarded(failure, partial(check_accumulated, name, metric, job.task, output, target, share.examples))
+            guarded(failure, partial(check_accumulated, name, metric, job.task, output, target, share.examples))
         else:
-            weigh(_guarded(failure, partial(metric, output, target)), share.examples, name)
+            weigh(guarded(failure, partial(metric, output, target)), share.examples, name)
 
 
 def _try_losses(job: Job, module: nn.Module, taken: tuple[Any, Any], share: Share, what: str, sets: Sets) -> bool:
     """Computes the loss, or each set's; `taken` is output and target. Returns whether it is a `Mean`."""
     if not sets:
-        loss = _guarded(f"the loss cannot be computed on {what}", lambda: objective_of(job, module).loss(*taken))
+        loss = guarded(
+            f"the loss cannot be computed on {what}", lambda: objective_of(job, module).loss(*taken), called_with
+        )
         weigh(loss, share.examples, "the loss")
         return isinstance(loss, Mean)
     means = set()
     for name, own in sets.items():
         attempt = partial(try_loss, name, objective_of(alone(job, name), module).loss, module, own, share)
-        means.add(isinstance(_guarded(f"the loss of {name!r} cannot be computed on {what}", attempt), Mean))
+        means.add(isinstance(guarded(f"the loss of {name!r} cannot be computed on {what}", attempt), Mean))
     if len(means) > 1:
         raise UsageError(
             f"some of the losses of {', '.join(sets)} are hr.Mean and others plain scalars; return hr.Mean from all, "
@@ -304,7 +307,7 @@ def _made(job: Job, in_parts: bool) -> tuple[Job, nn.Module, tuple[str, ...], Pa
     deferral = _deferral(given) if in_parts else None
     if build is not None:
         build.deferral = deferral
-    module = _guarded(what, lambda: make_module(job))
+    module = guarded(what, lambda: make_module(job))
     if not isinstance(module, nn.Module):
         raise JobError(f"the job's model must be or return a torch.nn.Module, got {type(module).__name__}")
     if build is not None and build.quick:
@@ -360,22 +363,7 @@ def _run(job: Job, module: nn.Module, batch: Any, what: str) -> Any:
             got = f"a batch that is {form(batch)}, it gets {arguments(batch, job.inputs)}; see `inputs` of hr.Job"
             raise TypeError(f"{error}. Of {got}") from error
 
-    return _guarded(f"the model cannot be run on {what}", run)
-
-
-def _guarded(what: str, function: Callable[[], T]) -> T:
-    try:
-        return function()
-    except HeadraceError:
-        raise
-    except Exception as error:
-        # torch's words do not say which table, or that it may be one of positions.
-        beyond = (
-            "; an embedding has no such row: a token or class is not in the vocabulary, or a sequence is longer than "
-            "the model's positions"
-        )
-        remedy = beyond if str(error) == "index out of range in self" else ""
-        raise JobError(f"{what}: {type(error).__name__}: {error}{remedy}") from error
+    return guarded(f"the model cannot be run on {what}", run, partial(failing_layer, module, run))
 
 
 def check_split(job: Job, info: JobInfo, plan: Plan) -> None:

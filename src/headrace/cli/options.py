@@ -18,11 +18,11 @@ from headrace.cli.combinations import refuse_idle
 from headrace.cli.command import argument, option
 from headrace.devices import AUTO, DEVICES, EXAMPLE, one_each
 from headrace.engine.base import Terminated
-from headrace.errors import RunFailed, UnknownName, UsageError
+from headrace.errors import RunFailed, UsageError
 from headrace.machine import disk
 from headrace.spec.call import parse_call, split_calls
 from headrace.spec.options import Checkpoints
-from headrace.strategies.table import SHORT_NAMES, STRATEGIES
+from headrace.strategies.table import SHORT_NAMES, STRATEGIES, unknown_strategy
 
 if TYPE_CHECKING:
     from headrace.report.trackers.tensorboard import TensorBoard
@@ -196,7 +196,7 @@ def check_strategies(names: Sequence[str]) -> None:
     known = strategy_names()
     for call in map(parse_call, names):
         if call.name not in known:
-            raise UnknownName("strategy", call.name, known)
+            raise unknown_strategy(call.name)
 
 
 def checkpoints_of(

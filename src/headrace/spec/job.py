@@ -76,8 +76,8 @@ class Job:
 
     model: Callable[[], nn.Module] | nn.Module
     optimizer: Callable[..., Any] | Mapping[str, ParameterSet | Callable[..., Any]]
-    data: Any = field(repr=False)
-    global_batch_size: int
+    data: Any = field(default=None, repr=False)
+    global_batch_size: int = 0
     task: Any = None
     loss: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None
     metrics: Mapping[str, Callable[..., Any]] | None = None
@@ -92,6 +92,13 @@ class Job:
     source: JobSource | None = None
 
     def __post_init__(self) -> None:
+        if self.data is None:
+            raise UsageError(
+                "a job needs data=: a tuple of tensors (inputs, targets), a Dataset, a DataLoader, or a pipeline of "
+                "hr.data"
+            )
+        if self.global_batch_size == 0:
+            raise UsageError("a job needs global_batch_size=: the examples that all workers together take in one round")
         if isinstance(self.optimizer, Mapping) and self.task is not None:
             raise UsageError(
                 "a task has one loss, and optimizer has several sets of parameters; give loss={set: function, ...} and "

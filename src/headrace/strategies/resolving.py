@@ -9,7 +9,7 @@ from headrace.errors import UnknownName, UsageError
 from headrace.spec.call import Call, parse_call
 from headrace.strategies.checks import COUNTS
 from headrace.strategies.strategy import Strategy, describe_options
-from headrace.strategies.table import SHORT_NAMES, STRATEGIES
+from headrace.strategies.table import SHORT_NAMES, STRATEGIES, unknown_strategy
 
 
 def resolve(strategy: str | Strategy, workers: int | None = None) -> Strategy:
@@ -55,7 +55,7 @@ def made_again(name: str, options: Mapping[str, object], workers: int) -> Strate
 def _made(call: Call, workers: int | None) -> Strategy:
     kinds: Mapping[str, Callable[..., Strategy]] = SHORT_NAMES if call.name in SHORT_NAMES else STRATEGIES
     if call.name not in kinds:
-        raise UnknownName("strategy", call.name, (*STRATEGIES, *SHORT_NAMES))
+        raise unknown_strategy(call.name)
     kind = kinds[call.name]
     if kinds is STRATEGIES and not (isinstance(kind, type) and issubclass(kind, Strategy)):
         raise UsageError(f"the entry point {call.name!r} of an installed package is {kind!r}, which is no hr.Strategy")

@@ -5,9 +5,11 @@ Another package adds its own by an entry point: `[project.entry-points."headrace
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from headrace.errors import UnknownName
 from headrace.registry import Registry
 
 if TYPE_CHECKING:
@@ -47,3 +49,42 @@ SHORT_NAMES: Registry[Callable[..., Strategy]] = Registry(
     },
 )
 """Other names of strategies, some with other numbers; plans and events say the strategy's own."""
+
+_ELSEWHERE: Mapping[str, str] = {
+    "accelerate": "mirrored",
+    "async_sgd": "parameter_server",
+    "cp": "context_parallel",
+    "data_parallel": "mirrored",
+    "ddp": "mirrored",
+    "deepspeed": "fully_sharded",
+    "distributed_data_parallel": "mirrored",
+    "dp": "mirrored",
+    "fsdp": "fully_sharded",
+    "fsdp2": "fully_sharded",
+    "gpipe": "pipeline",
+    "horovod": "mirrored",
+    "megatron": "tensor_parallel",
+    "pipe": "pipeline",
+    "pipeline_parallel": "pipeline",
+    "pp": "pipeline",
+    "ps": "parameter_server",
+    "single_device": "one_device",
+    "sync_sgd": "mirrored",
+    "tp": "tensor_parallel",
+    "zero": "fully_sharded",
+    "zero1": "fully_sharded",
+    "zero2": "fully_sharded",
+    "zero3": "fully_sharded",
+}
+"""What other systems call a strategy, without case, hyphens and an ending."""
+
+
+def unknown_strategy(name: str) -> UnknownName:
+    """Returns the error for a name that is none; it names ours where another system has the name."""
+    known = (*STRATEGIES, *SHORT_NAMES)
+    plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "_", name).lower().replace("-", "_").replace(" ", "_")
+    plain = plain.removesuffix("_strategy").removesuffix("_plugin").removesuffix("_parallel_v2")
+    short = name.lower().removesuffix("strategy")
+    ours = next((each for each in (plain, short) if each in known), "")
+    ours = ours or _ELSEWHERE.get(plain, "") or _ELSEWHERE.get(plain.replace("_", ""), "")
+    return UnknownName("strategy", name, known, hint=f"`{name}` is `{ours}` here" if ours else "")

@@ -175,12 +175,13 @@ def _cores() -> Iterator[Check]:
     text = f"{allowed} usable of {os.cpu_count()}"
     if quota is not None and quota < allowed:
         text += f", limited to the time of {quota:.3g} by a control group"
-    yield warning_if(
-        min(allowed, quota or allowed) < 2,
-        "cores",
-        text,
-        "workers share one core: use strategy one_device, or give more cores",
-    )
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    by_name = threads.partition(",")[0].strip() == str(allowed) and allowed < (os.cpu_count() or 1)
+    remedy = "workers share one core: use strategy one_device, or give more cores"
+    if by_name:
+        text += f", limited by OMP_NUM_THREADS={threads}"
+        remedy = "unset OMP_NUM_THREADS: headrace gives each worker its threads"
+    yield warning_if(min(allowed, quota or allowed) < 2, "cores", text, remedy)
 
 
 def _memory() -> Iterator[Check]:

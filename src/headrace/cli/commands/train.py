@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,6 +56,7 @@ from headrace.spec.call import parse_call
 from headrace.spec.options import is_url
 
 if TYPE_CHECKING:
+    from headrace.api.run import Run
     from headrace.spec.job import Job
     from headrace.spec.options import Checkpoints
     from headrace.strategies import Strategy
@@ -78,6 +79,8 @@ _COMPARE_EXAMPLES = """
 """
 
 _PredictOption = Annotated[Path | None, option("--predict FILE", "A profile: the report says how far off it predicts.")]
+_WatchOption = Annotated[bool, option("--watch", "Show the run in a browser meanwhile, and say where.")]
+_VerboseOption = Annotated[bool, option("--verbose -v", "Print all that is known of the run at its end.")]
 
 
 @command(_EXAMPLES)
@@ -109,11 +112,11 @@ def train(
     encrypt: EncryptOption = True,
     predict: _PredictOption = None,
     tensorboard: TensorBoardOption = None,
-    watch: Annotated[bool, option("--watch", "Show the run in a browser meanwhile, and say where.")] = False,
-    verbose: Annotated[bool, option("--verbose -v", "Print all that is known of the run at its end.")] = False,
+    watch: _WatchOption = False,
+    verbose: _VerboseOption = False,
 ) -> None:
     """Train the job of a file under one strategy."""
-    say_at_once(f"starting {strategy}{f' with {workers} workers' if workers else ''}: {path}")
+    say_at_once(strategy, workers, path)
     strategy = _check(["parameter_server" if servers and strategy == "one_device" else strategy], path, tensorboard)
     ray = ray_engine(cluster, secret_file, runtime_env, resources, placement)
     saved = checkpoints_of(checkpoint_every, keep, snapshots_every, copy_to)
@@ -121,9 +124,7 @@ def train(
     where = run_dir or default_run_dir(f"{job_name(path)}-{parse_call(strategy).name}")
     # In this order: the engine forks this process, which must not have run the job file before.
     with own_engine(secret_file, path, ray) as engine, saying_where(where):
-        job, chosen = load_job(path, settings or ()), resolved(strategy, workers, servers)
-        from headrace.api.fit import fit
-
+        job, chosen, fit = load_job(path, settings or ()), resolved(strategy, workers, servers), _fit()
         _keep_prediction(predict, cluster, job, chosen, device, where)
         with tensorboards(tensorboard) as on_event, watching(where, watch):
             run = fit(
@@ -143,6 +144,13 @@ def train(
                 encrypt=encrypt,
             )
     _finish(answer, where, run.interrupted, verbose)
+
+
+def _fit() -> Callable[..., Run]:
+    # Now that the engine has forked: it imports torch.
+    from headrace.api.fit import fit
+
+    return fit
 
 
 def _finish(answer: Answer, run_dir: Path, interrupted: bool, verbose: bool) -> None:

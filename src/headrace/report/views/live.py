@@ -40,7 +40,7 @@ _MIDDLE, _WIDE = 60, 88
 
 
 @dataclass(frozen=True)
-class Rounds:
+class RunLength:
     """How many rounds and epochs a run has, None and 0 where that is not known: texts of one width for all of them."""
 
     total: int | None = None
@@ -79,11 +79,11 @@ class ProgressBar:
         plain: bool,
         clock: Callable[[], float] = time.monotonic,
         show_html: ShowHtml | None = None,
-        rounds: Rounds | None = None,
+        rounds: RunLength | None = None,
     ) -> None:
         self._show_html = show_html
         self._total = total_steps
-        self._rounds = rounds or Rounds(total_steps)
+        self._rounds = rounds or RunLength(total_steps)
         self._label = clean(label)
         self._stream = stream
         self._clock = clock
@@ -219,7 +219,7 @@ class Console:
     ) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._plain = not self._stream.isatty() if plain is None else plain
-        self._rounds = Rounds(rounds, epochs)
+        self._rounds = RunLength(rounds, epochs)
         self._progress = ProgressBar(rounds, label, self._stream, self._plain, show_html=show_html, rounds=self._rounds)
         self._label = label
         self._told = told
