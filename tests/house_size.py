@@ -13,14 +13,14 @@ CORE = 14_740
 CLOSURES = {
     "data": 800,
     "data.loading.loader": 6_200,
-    "strategies.one_device": 9_560,
-    "strategies.mirrored": 10_740,
-    "strategies.central_storage": 12_780,
-    "worker.main": 19_700,
-    "engine.local.process": 21_200,
+    "strategies.one_device": 9_600,
+    "strategies.mirrored": 10_780,
+    "strategies.central_storage": 12_840,
+    "worker.main": 19_760,
+    "engine.local.process": 21_260,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_850,
-    "api.fit": 32_540,
+    "api.fit": 32_640,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 

@@ -58,5 +58,5 @@ def last_word(run_dir: Path, ended: RunEnded | None, failure: Failed | None) -> 
     if not ended.words and failure is not None:
         # Written before runs said why they end.
         who = f"rank {failure.rank}" if failure.rank >= 0 else "the launcher"
-        return replace(ended, cause=f"{who} failed at step {failure.step}: {failure.cause}")
+        return replace(ended, cause=f"at step {failure.step}, says {who}: {failure.cause}")
     return ended
