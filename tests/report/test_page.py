@@ -194,7 +194,7 @@ def test_a_run_without_a_step_has_a_page(tmp_path, make_run, write_events):
     page = write_page(tmp_path / "b.html", [summarize(write_events(tmp_path / "b", events))]).read_text()
     text = _words(_parse(page))
     assert "nothing to draw" in text
-    assert "failed at step 0, says the launcher: rank 1 was killed" in text
+    assert "Failed after 0 epochs, 0 steps in 0 ms: at step 0, says the launcher: rank 1 was killed." in text
 
 
 def test_a_page_of_nothing_is_refused(tmp_path):

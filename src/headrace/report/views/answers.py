@@ -56,7 +56,22 @@ def headline(run: Summary) -> str:
     reached = ", ".join(f"{name} {short(value)}" for name, value in run.metrics.items())
     after = f"{plural(run.training.epochs, 'epoch')}, {plural(run.steps, 'step')} in {duration(run.training.seconds)}"
     result = f" {reached[:1].upper()}{reached[1:]}." if reached else ""
-    return f"{end} after {after}{told}.{result}"
+    limit = f" {run.bottleneck.because[:1].upper()}{run.bottleneck.because[1:]}." if run.bottleneck else ""
+    return f"{end} after {after}{told}.{result}{limit}"
+
+
+def tiles(run: Summary) -> tuple[tuple[str, str], ...]:
+    """Returns four values that most look for: what was reached, in how much time, how fast, and what limits it."""
+    names = sorted(run.metrics, key=lambda name: name == "loss")
+    last = run.curves.loss[-1].loss if run.curves.loss else None
+    reached = (names[0], short(run.metrics[names[0]])) if names else ("training loss", short(last))
+    limit = run.bottleneck.kind.lower().replace("-bound", "").replace("- and", " and") if run.bottleneck else "–"
+    return (
+        reached,
+        ("training time", duration(run.training.seconds)),
+        ("examples/s", short(run.examples_per_s)),
+        ("limited by", limit),
+    )
 
 
 def loss_answer(runs: Sequence[Summary], references: References, by_time: bool) -> str:

@@ -10,7 +10,7 @@ from headrace.report.format import MISSING, duration, fixed, short, to_cells, to
 from headrace.report.model.summary import Summary
 from headrace.report.model.training import STEP_PARTS, WARM_UP_STEPS
 from headrace.report.model.verdict import References, verdict
-from headrace.report.views.answers import headline
+from headrace.report.views.answers import headline, tiles
 from headrace.report.views.document import (
     definitions,
     embedded,
@@ -25,12 +25,24 @@ from headrace.report.views.document import (
     table_row,
     write_document,
 )
-from headrace.report.views.pictures import main_pictures, pictures, rate_marks
+from headrace.report.views.pictures import (
+    AVERAGING,
+    LEARNING,
+    PIPELINE,
+    SHARES,
+    WORKERS,
+    main_pictures,
+    pictures,
+    rate_marks,
+)
 from headrace.report.views.server_pictures import SERVER_GROUP
 from headrace.report.views.server_subjects import SERVERS
 from headrace.report.views.style import PARTS, Picture, RunStyle, run_styles
 from headrace.report.views.subjects import BOTTLENECK, INPUT, INPUT_STAGE, PREDICTED, predicted_figures
 from headrace.report.views.table import COLUMNS, ComparedRun, differing_line, ending, first_metric, run_rows
+
+_OWN = (PIPELINE, SERVER_GROUP, AVERAGING, SHARES, WORKERS)
+"""Groups of which one has the picture of a run's strategy."""
 
 _HOW = {
     "Examples a second": (
@@ -91,13 +103,21 @@ def _page(title: str, summaries: Sequence[Summary], references: References) -> l
     for each in drawn:
         if each.group:
             groups[each.group].append(each)
-    folded = [_fold(group, tables.get(group, ""), found, keys) for group, found in groups.items()]
+    first, alone = [each for each in drawn if not each.group], len(summaries) == 1
+    if alone:
+        # The picture of the strategy's own is one of the first four.
+        own = next((groups[group].pop(0) for group in _OWN if groups.get(group)), None)
+        more, first = first[3:], [*first[:3], *([own] if own else first[3:4])]
+        groups[LEARNING] = [*(more if own else more[1:]), *groups.get(LEARNING, [])]
+        groups = {group: found for group, found in groups.items() if found or tables.get(group)}
+    folded = _all_figures(summaries[0], references) if alone else []
+    folded += [_fold(group, tables.get(group, ""), found, keys) for group, found in groups.items()]
     folded += [_notices(summaries, references), fold("How the numbers are made", "", definitions("how", _HOW.items()))]
     return [
         _header(title, summaries, references),
         *(_alert(each) for each in summaries if each.status != "ok" and (len(summaries) > 1 or _traceback(each))),
-        _runs(summaries, references),
-        _figures([each for each in drawn if not each.group], keys),
+        *([] if alone else [_runs(summaries, references)]),
+        _figures(first, keys),
         f'<section class="folds">\n{chr(10).join(folded)}\n</section>',
     ]
 
@@ -114,6 +134,8 @@ def _header(title: str, summaries: Sequence[Summary], references: References) ->
     hosts = dict.fromkeys(host for each in summaries for host in each.outcome.hosts)
     batches = dict.fromkeys(str(each.started.global_batch_size) for each in summaries)
     sets = dict.fromkeys(f"{each.started.examples_per_epoch:,} examples" for each in summaries)
+    if len(summaries) == 1:
+        return page_header("headrace", title, lede, tiles(summaries[0]))
     facts = (
         ("started", first.started_at.replace("T", " ", 1)),
         (
@@ -138,12 +160,36 @@ def _traceback(summary: Summary) -> str:
 
 
 def _runs(summaries: Sequence[Summary], references: References) -> str:
-    if len(summaries) > 1:
-        differ = differing_line(summaries, references)
-        below = f'\n<p class="quiet">{html_text(differ)}</p>' if differ else ""
-        return f"<section>\n<h2>Side by side</h2>\n{_table(summaries, references)}{below}\n</section>"
-    run = f"<section>\n<h2>The run</h2>\n{_run_list(summaries[0], references)}\n</section>"
-    return f"{run}{_predicted(summaries[0])}"
+    differ = differing_line(summaries, references)
+    below = f'\n<p class="quiet">{html_text(differ)}</p>' if differ else ""
+    return f"<section>\n<h2>Side by side</h2>\n{_table(summaries, references)}{below}\n</section>"
+
+
+def _all_figures(summary: Summary, references: References) -> list[str]:
+    """Returns what is known of one run, and what it was started with, each folded."""
+    started = summary.started
+    facts = (
+        ("command", started.command),
+        ("model", started.model),
+        ("optimizer", started.optimizer),
+        ("job", started.job.path if started.job else ""),
+        ("settings", ", ".join(started.job.settings) if started.job else ""),
+        ("started", started.started_at.replace("T", " ", 1)),
+        ("machine", f"{', '.join(summary.outcome.hosts) or MISSING} ({started.device})"),
+        ("cores", str(started.cores or MISSING)),
+        ("training set", f"{started.examples_per_epoch:,} examples"),
+        ("global batch", str(started.global_batch_size)),
+        ("versions", ", ".join(f"{name} {version}" for name, version in started.versions.items())),
+    )
+    said = "; ".join(filter(None, (started.model, started.optimizer)))
+    return [
+        fold("All figures", _speed(summary), _run_list(summary, references) + _predicted(summary)),
+        fold("Configuration", said, definitions("run", [each for each in facts if each[1]])),
+    ]
+
+
+def _speed(summary: Summary) -> str:
+    return summary.bottleneck.line if summary.bottleneck else ""
 
 
 def _run_list(summary: Summary, references: References) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -211,11 +212,15 @@ def _losses(summaries: Sequence[Summary], references: References) -> list[Pictur
             "other, and should."
         )
         by_time = "The same curves over time: the one that falls first learns fastest on this machine."
-    smooth = f"Drawn: the mean over 1/{SMOOTH} of the run around each point; faint: before that."
+    dots = " Dots: the loss of evaluations." if len(summaries) == 1 and summaries[0].metrics else ""
+    smooth = f"Drawn: the mean over 1/{SMOOTH} of the run around each point; faint: before that.{dots}"
     label = "training loss" + " (log)" * log
 
     def picture(title: str, axis: str, place: Callable[[LossPoint], float], reading: str, timed: bool) -> Picture:
-        drawn = draw_curves(title, _loss_curves(summaries, place), axis, label, log)
+        curves = _loss_curves(summaries, place)
+        if len(summaries) == 1:
+            curves += _evaluated(summaries[0], timed)
+        drawn = draw_curves(title, curves, axis, label, log)
         answer = loss_answer(summaries, references, timed)
         group = "" if timed == (len(summaries) > 1) else LEARNING
         return Picture(title, drawn, f"{reading} {smooth}", "runs", answer, group)
@@ -224,6 +229,17 @@ def _losses(summaries: Sequence[Summary], references: References) -> list[Pictur
         picture(titles[0], "examples seen by all workers", attrgetter("examples"), by_examples, False),
         picture(titles[1], "seconds of training, without evaluations", attrgetter("seconds"), by_time, True),
     ]
+
+
+def _evaluated(run: Summary, timed: bool) -> list[Curve]:
+    """Returns the evaluations' losses as dots, beside the training loss of the same run."""
+    each_epoch = run.started.examples_per_epoch
+    points = [
+        (at.seconds if timed else at.epochs * each_epoch, at.metrics["loss"])
+        for at in run.curves.evaluations
+        if math.isfinite(at.metrics.get("loss", math.nan))
+    ]
+    return [Curve(points, PARTS["update_s"], dots=True, name="evaluation")] if points else []
 
 
 def _set_losses(summaries: Sequence[Summary]) -> list[Picture]:
