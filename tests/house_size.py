@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 114_383
+LINES = 114_726
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_740
@@ -13,14 +13,14 @@ CORE = 14_740
 CLOSURES = {
     "data": 800,
     "data.loading.loader": 6_200,
-    "strategies.one_device": 9_600,
+    "strategies.one_device": 9_620,
     "strategies.mirrored": 10_780,
     "strategies.central_storage": 12_840,
-    "worker.main": 19_760,
+    "worker.main": 19_780,
     "engine.local.process": 21_260,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_850,
-    "api.fit": 32_640,
+    "api.fit": 32_670,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 
