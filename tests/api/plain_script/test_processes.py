@@ -34,6 +34,12 @@ def test_processes_count_together() -> None:
     assert second == (False, *first[1:])  # type: ignore[index]
 
 
+def test_a_loss_with_a_graph_is_a_number_without_a_warning() -> None:
+    loss = torch.ones(1, requires_grad=True).sum()
+    for values in on_ranks(lambda meeting: (here_of(meeting).mean(loss, 2), here_of(meeting).sum(loss))):
+        assert values == (1.0, 2.0)
+
+
 def test_what_one_rank_alone_gathers_is_named() -> None:
     def act(meeting: Meeting) -> None:
         here = ScriptProcesses(meeting.rank, meeting.world, lambda: meeting)

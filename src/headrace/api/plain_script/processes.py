@@ -68,13 +68,13 @@ class ScriptProcesses:
 
     def sum(self, value: float) -> float:
         """Returns the sum of all processes' numbers, or tensors of one element, in the order of ranks."""
-        return float(sum(self.gather(float(value))))
+        return float(sum(self.gather(_number(value))))
 
     def mean(self, value: float, count: float = 1.0) -> float:
         """Returns the mean of all processes' numbers, each of which stands for `count` examples; 0 for none at all."""
         total = self.sum(count)
         # The mean over no examples is not a number.
-        return self.sum(float(value) * count if count else 0.0) / total if total else 0.0
+        return self.sum(_number(value) * count if count else 0.0) / total if total else 0.0
 
     def on_first(self, call: Callable[..., object], *arguments: Any, **named: Any) -> None:
         """Calls a function on rank 0 alone, and returns in every process when it has: what it wrote may be read then.
@@ -130,3 +130,9 @@ class ScriptProcesses:
         from headrace.api.plain_script.given.parts import whole_of
 
         return whole_of(values, dim, self._meet() if self.world > 1 else None)
+
+
+def _number(value: Any) -> float:
+    # torch warns where a loss with a graph is made a float.
+    item = getattr(value, "item", None)
+    return float(item() if item else value)
