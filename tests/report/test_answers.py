@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 
 from headrace.report.model.summary import NonFiniteRounds, summarize
 from headrace.report.model.training import (
@@ -18,8 +21,10 @@ from headrace.report.model.training import (
 )
 from headrace.report.model.verdict import References
 from headrace.report.views import answers
+from headrace.report.views.answers import headline, remarks
 from headrace.report.views.pictures import pictures
 from headrace.report.views.server_pictures import server_pictures
+from headrace.report.views.table import run_rows
 from headrace.spec.events import ParametersAveraged
 
 NONE = References()
@@ -219,3 +224,18 @@ def test_a_run_of_one_worker_without_evaluation_has_an_answer_to_each_of_its_pic
 )
 def test_names_in_a_sentence(names, said):
     assert answers.listed(names) == said
+
+
+def test_a_run_that_diverged_or_shares_cores_has_a_remark(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    run = summarize(make_run(tmp_path / "mirrored"))
+    assert remarks(run) == ""
+    curves = dataclasses.replace(
+        run.curves, loss=(*run.curves.loss, dataclasses.replace(run.curves.loss[-1], loss=516.0))
+    )
+    diverged = dataclasses.replace(run, curves=curves)
+    assert "the training loss ended at 516, " in remarks(diverged)
+    assert "it has diverged" in headline(diverged)
+    assert "it has diverged" in dict(run_rows(diverged))["remark"]
+    roles = {"roles": [{"host": "mill"}] * 3}
+    shared = dataclasses.replace(run, started=structs.replace(run.started, workers=3, cores=2, plan=roles))
+    assert remarks(shared) == "3 processes share 2 cores, and each waits for its turn; a process a core: workers=2"

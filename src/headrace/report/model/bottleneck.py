@@ -97,7 +97,7 @@ def bottleneck_of(
 def _largest(
     data: float, turn: float, exchange: float, inputs: InputSummary, starved: int, started: RunStarted | None
 ) -> Bottleneck:
-    stage, shared = inputs.busiest, _shared_cores(started)
+    stage, shared = inputs.busiest, shared_cores(started)
     part = stage.busy_s / inputs.busy_s if stage.busy_s else 0.0
     by = f"by {stage.name}, {percent(part)} of the input's cost; a worker waits for data {percent(data)} of its time"
     # On a GPU, the time between two steps is a wait for the computation.
@@ -145,7 +145,7 @@ def _straggler(times: Mapping[int, StepTimes], slow: int, lag: float, started: R
     others_s = median(each.compute_s for rank, each in times.items() if rank != slow)
     longer = f"{fixed(times[slow].compute_s / others_s)} × as long as the others" if others_s > 0 else "for all others"
     because = f"rank {slow} computes {longer}, who wait for it"
-    if shared := _shared_cores(started):
+    if shared := shared_cores(started):
         return Bottleneck("STRAGGLER", None, slow, lag, f"{because}; {shared}", fewer_workers(started))
     remedy = 'look at what else runs on its machine, or give it a smaller share of each batch: balance="measured"'
     return Bottleneck("STRAGGLER", None, slow, lag, because, remedy)
@@ -195,7 +195,7 @@ def _processes(started: RunStarted) -> int:
     return sum(each["host"] == roles[0]["host"] for each in roles)
 
 
-def _shared_cores(started: RunStarted | None) -> str:
+def shared_cores(started: RunStarted | None) -> str:
     """Returns that more processes than cores compute; "" where they do not, or it is not known."""
     if started is None or not 0 < started.cores < _processes(started):
         return ""
@@ -255,7 +255,7 @@ def _of_stages(step: PipelineStep, started: RunStarted | None) -> Bottleneck:
     """Returns what the ranks of a pipeline lose most time to: the schedule, unlike stages, or transfers."""
     own, uneven = step.scheduled_bubble, max(0.0, step.uneven_bubble - step.scheduled_bubble)
     rest = max(0.0, step.bubble - own - uneven)
-    shared = _shared_cores(started)
+    shared = shared_cores(started)
     slow = max(step.stage_s, key=lambda stage: step.stage_s[stage])
     count = 2 * step.micro_batches
     more = changed_command(started, micro_batches=count) if started else f"micro_batches={count}"

@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from headrace.policies.measurement import REACHED
 from headrace.report.format import byte_count, duration, fixed, percent, plural, short
+from headrace.report.model.bottleneck import fewer_workers, shared_cores
 from headrace.report.model.pipeline import PipelineStep
 from headrace.report.model.summary import Summary
 from headrace.report.model.training import STEP_PARTS, BalanceSummary, LossPoint, StepTimes, smoothed
@@ -57,7 +58,26 @@ def headline(run: Summary) -> str:
     after = f"{plural(run.training.epochs, 'epoch')}, {plural(run.steps, 'step')} in {duration(run.training.seconds)}"
     result = f" {reached[:1].upper()}{reached[1:]}." if reached else ""
     limit = f" {run.bottleneck.because[:1].upper()}{run.bottleneck.because[1:]}." if run.bottleneck else ""
-    return f"{end} after {after}{told}.{result}{limit}"
+    odd = f" Remark: {remarks(run)}." if remarks(run) else ""
+    return f"{end} after {after}{told}.{result}{odd}{limit}"
+
+
+_DIVERGED = 2.0
+"""A loss that ends above so many times where it began has diverged."""
+
+
+def remarks(run: Summary) -> str:
+    """Returns what is odd about a run that ended well: a loss that rose, more processes than cores; "" else."""
+    found = []
+    first, points = run.curves.first_loss, run.curves.loss
+    if first is not None and first > 0 and points and points[-1].loss > _DIVERGED * first:
+        found.append(
+            f"the training loss ended at {short(points[-1].loss)}, {short(points[-1].loss / first)} × where it began: "
+            "it has diverged; lower the learning rate, or clip the gradients (Options(clip_norm=1.0))"
+        )
+    if shared := shared_cores(run.started):
+        found.append(f"{shared}, and each waits for its turn; {fewer_workers(run.started) or 'give it more cores'}")
+    return "; ".join(found)
 
 
 def tiles(run: Summary) -> tuple[tuple[str, str], ...]:

@@ -27,6 +27,7 @@ from headrace.report.format import (
 )
 from headrace.report.model.summary import Saves, Summary
 from headrace.report.model.verdict import References, verdict
+from headrace.report.views.answers import remarks
 from headrace.report.views.server_subjects import SERVERS, server_line, worker_rows
 from headrace.report.views.subjects import (
     AVERAGING,
@@ -165,7 +166,7 @@ def short_table(summary: Summary) -> Table:
     """Returns what most want to know of a run, and how it ended if that was not after all its rounds."""
     rows = dict(run_rows(summary))
     rows["examples/s"] += f", {rows['training time']} of training"
-    names = (*(("status",) if ending(summary) else ()), *_SHORT)
+    names = (*(("status",) if ending(summary) else ()), *_SHORT, "remark")
     return _two_columns([(name, rows[name]) for name in names if name in rows])
 
 
@@ -264,6 +265,7 @@ _RUN: tuple[Field[Summary], ...] = (
     *json_fields("training.steps", "training.epochs", "training.examples"),
     Field(attrgetter("name"), label="run"),
     Field(lambda summary: ending(summary) or "ok", label="status"),
+    Field(lambda summary: remarks(summary) or None, key="remark", label="remark"),
     Field(_attempts_text, label="attempts"),
     Field(_resumed_text, label="resumed"),
     Field(_processes_text, label="processes"),
