@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 115_282
+LINES = 116_069
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_740
@@ -13,13 +13,13 @@ CORE = 14_740
 CLOSURES = {
     "data": 800,
     "data.loading.loader": 6_200,
-    "strategies.one_device": 9_620,
-    "strategies.mirrored": 10_780,
-    "strategies.central_storage": 12_840,
-    "worker.main": 19_780,
-    "engine.local.process": 21_260,
+    "strategies.one_device": 9_630,
+    "strategies.mirrored": 10_790,
+    "strategies.central_storage": 12_850,
+    "worker.main": 19_800,
+    "engine.local.process": 21_280,
     "parameter_server.core.shard": 1_250,
-    "serving.application": 3_850,
+    "serving.application": 3_860,
     "api.fit": 32_670,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""

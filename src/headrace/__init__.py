@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from headrace.policies.period import AutoPeriod
     from headrace.prediction.assumptions import Assumptions
     from headrace.prediction.calibration import calibrate
+    from headrace.prediction.memory.plan import MemoryPlan
     from headrace.prediction.recommendation.recommend import Recommendation, recommend
     from headrace.prediction.simulation.simulate import Prediction, simulate
     from headrace.report.trackers.mlflow import MLflow
@@ -92,6 +93,7 @@ __all__ = [
     "LocalSGD",
     "MLflow",
     "Mean",
+    "MemoryPlan",
     "Mirrored",
     "ModelSpec",
     "ModelSummary",
@@ -167,6 +169,7 @@ _MODULES = {
     "parameter_server.server.optimizer": ("Remedies",),
     "parameter_server.sparse.planning": ("RowOptions",),
     "policies.period": ("AutoPeriod",),
+    "prediction.memory.plan": ("MemoryPlan",),
     "prediction.calibration": ("calibrate",),
     "prediction.recommendation.recommend": ("Recommendation", "recommend"),
     "prediction.assumptions": ("Assumptions",),

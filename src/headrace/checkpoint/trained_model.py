@@ -13,6 +13,20 @@ from torch import Tensor, nn
 
 from headrace.checkpoint.forms import encode
 from headrace.errors import UnfitMachine
+from headrace.modules import is_dense, memory_of
+
+
+def in_memory_of_their_own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors in host memory of which no two share any, as a file needs them; copies those alone that do."""
+    found, seen = {}, set()
+    for name, each in tensors.items():
+        tensor = each.detach().cpu()
+        if is_dense(tensor) and memory_of(tensor) not in seen and tensor.untyped_storage().nbytes() == tensor.nbytes:
+            seen.add(memory_of(tensor))
+        else:
+            tensor = tensor.clone()
+        found[name] = tensor
+    return found
 
 
 def save_model(
@@ -39,7 +53,7 @@ def save_model(
     first |= {id(buffer): f"buffer/{name}" for name, buffer in module.named_buffers()}
     state = module.state_dict(keep_vars=True)
     current = {name: saved.get(first.get(id(value), ""), value) for name, value in state.items()}
-    tensors = {name: tensor.detach().cpu().clone() for name, tensor in current.items() if isinstance(tensor, Tensor)}
+    tensors = in_memory_of_their_own({name: each for name, each in current.items() if isinstance(each, Tensor)})
     dense = {name: tensor.contiguous() for name, tensor in encode({**tensors, **extra}).items()}
     try:
         # It may have been deleted while the run trained.

@@ -18,7 +18,7 @@ from headrace.cli.commands.data import data
 from headrace.cli.commands.doctor import doctor
 from headrace.cli.commands.launch import launch, separated
 from headrace.cli.commands.launch_files import launch_files
-from headrace.cli.commands.profile import calibrate, profile
+from headrace.cli.commands.profile import calibrate, plan, profile
 from headrace.cli.commands.recommend import recommend
 from headrace.cli.commands.report import report
 from headrace.cli.commands.running.runs import ps, stop
@@ -40,6 +40,7 @@ __all__ = ["COMMANDS", "app", "main", "run"]
 _EXAMPLES = """
   headrace doctor
   headrace bench --quick
+  headrace plan job.py
   headrace profile job.py
   headrace train job.py --strategy mirrored --workers 2
   headrace compare job.py --strategies one_device,mirrored --workers 2
@@ -72,6 +73,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "simulate": simulate,
     "recommend": recommend,
     "rehearse": rehearse,
+    "plan": plan,
     "data": data,
     "checkpoint": checkpoint,
     "export": export,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -257,6 +257,45 @@ def test_a_buffer_that_is_first_written_to_later_ends_the_run() -> None:
     module(torch.randn(2, 4)).sum().backward()
     with pytest.raises(JobError, match="'0' has written to the buffer 'scale' for the first time in a later step"):
         module(torch.randn(2, 4)).sum().backward()
+
+
+def _write(module: nn.Module) -> None:
+    with torch.no_grad():
+        next(module[1].parameters()).add_(1)
+
+
+def _exchange(module: nn.Module) -> None:
+    module[1].bias = nn.Parameter(torch.ones(4))
+
+
+@pytest.mark.parametrize(("change", "named"), [(_write, "weight"), (_exchange, "bias")])
+@pytest.mark.parametrize("choice", ["full", "selective"])
+def test_a_parameter_that_changes_between_forward_and_backward_ends_the_run(
+    choice: str, change: Callable[[nn.Module], None], named: str
+) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    recompute(module, choice)
+    loss = module(torch.randn(2, 4)).square().sum()
+    change(module)
+    with pytest.raises(JobError, match=f"the parameter '{named}' of '1' was changed between forward and backward"):
+        loss.backward()
+
+
+def test_a_parameter_that_its_own_forward_writes_to_is_no_change() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(6, 4, max_norm=0.5), nn.Linear(4, 4)).double()
+    again = copy_module(plain)
+    recompute(again, "full")
+    for module in (plain, again):
+        for tokens in ([1, 2], [2, 5]):
+            loss = module(torch.tensor(tokens)).square().sum()
+            for _ in range(2):
+                loss.backward(retain_graph=True)
+    for one, other in zip(plain.parameters(), again.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+        assert torch.equal(one, other)
 
 
 def test_models_that_recompute_by_themselves_are_not_doubled() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,10 @@ from headrace.report.views.document import embedded, html_text, scrolled_table, 
 from headrace.spec.job import Job
 from headrace.trees import map_tensors
 from headrace.worker.session import sample_of
+
+if TYPE_CHECKING:
+    from headrace.prediction.memory.plan import MemoryPlan
+    from headrace.strategies import Strategy
 
 _HEADS = ("kind", "output", "parameters", "bytes", "FLOPs")
 
@@ -117,20 +121,27 @@ class ModelSummary:
         return lines + [f"sparse embedding {name}: {byte_count(size)}" for name, size in self.table_bytes.items()]
 
 
-def summary(job: Job) -> ModelSummary:
-    """Returns what a job's model consists of: layers, their outputs, parameters, bytes, FLOPs.
+@overload
+def summary(job: Job) -> ModelSummary: ...
+@overload
+def summary(job: Job, strategy: str | Strategy) -> MemoryPlan: ...
+def summary(job: Job, strategy: str | Strategy | None = None) -> ModelSummary | MemoryPlan:
+    """Returns what a job's model consists of, or with a strategy the memory that its fullest worker will need.
 
-    It runs the model on the first examples of the job's data, in evaluation mode; the job is not changed.
+    Without a strategy it runs the model on the first examples of the job's data, in evaluation mode. With one the model
+    is trained over tensors without values, as by workers on CPUs of one host. The job is not changed.
 
     Raises:
-        JobError: the model cannot be built or run.
-        UsageError, DataError: as for `fit`.
+        JobError: the model cannot be built or run, or looks at values that it computes.
+        UsageError, DataError: as for `fit`; or the memory under that strategy cannot be planned.
 
     Examples:
         >>> found = hr.summary(job)
         >>> found.parameters, found.parameter_bytes
         (58, 232)
     """
+    if strategy is not None:
+        return _memory(job, strategy)
     info = inspect_job(job)
     module, model = info.module, info.model
     batch = sample_of(info.job)
@@ -174,6 +185,13 @@ def summary(job: Job) -> ModelSummary:
         counter.get_total_flops() // examples,
         {table.name: table.rows * table.row_bytes for table in model.tables},
     )
+
+
+def _memory(job: Job, strategy: str | Strategy) -> MemoryPlan:
+    # Here, because it loads torch.distributed.
+    from headrace.api.memory.planning import plan_memory
+
+    return plan_memory(job, strategy)
 
 
 def _computes(part: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""`headrace profile`: what a job's model takes on this machine; `headrace calibrate`: how well that predicts runs."""
+"""`headrace profile`: what a job's model takes here; `plan`: what memory; `calibrate`: how well that predicts runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from headrace.cli.combinations import resolved
 from headrace.cli.command import argument, command, option
 from headrace.cli.engines import job_on_engine, refuse_launcher
-from headrace.cli.jobfile import find_job
-from headrace.cli.options import MOST_SECONDS, DeviceOption, JobFile, SettingsOption, job_name
+from headrace.cli.jobfile import find_job, load_job
+from headrace.cli.options import (
+    MOST_SECONDS,
+    DeviceOption,
+    JobFile,
+    SettingsOption,
+    StrategyOption,
+    WorkersOption,
+    check_strategies,
+    job_name,
+)
 from headrace.cli.output import Answer, cut, say, wrapped, writing
 from headrace.devices import AUTO
 from headrace.errors import UsageError
@@ -26,6 +36,12 @@ _EXAMPLES = """
   headrace profile job.py -o model.json --threads 1
   headrace profile job.py --batch-sizes 8,32,128 --seconds 3
   headrace profile job.py --json | jq .compute.optimizer_s
+"""
+
+_PLANS = """
+  headrace plan job.py
+  headrace plan job.py --strategy mirrored --workers 4
+  headrace plan job.py --strategy fully_sharded --workers 8 --json
 """
 
 _NAME_WIDTH, _MOST_LAYERS = 34, 10
@@ -88,6 +104,31 @@ def _sizes(text: str) -> list[int]:
     if not sizes or min(sizes) < 1:
         raise UsageError(f"--batch-sizes takes numbers of at least 1 with commas between them, got {text!r}")
     return sizes
+
+
+@command(_PLANS)
+def plan(
+    answer: Answer,
+    path: JobFile,
+    strategy: StrategyOption = "one_device",
+    workers: WorkersOption = None,
+    settings: SettingsOption = None,
+) -> None:
+    """Find the memory that a job will need.
+
+    The model is made and trained for three rounds, over tensors without values: a model of any size can be planned on
+    any machine. Other options, and fully_sharded, are tried, too.
+    """
+    refuse_launcher("plan")
+    find_job(path)
+    check_strategies([strategy])
+    chosen = resolved(strategy, workers)
+    job = load_job(path, settings or ())
+    # Lazily: it imports torch.
+    from headrace.api.memory.planning import plan_memory
+
+    found = plan_memory(job, chosen)
+    answer.give({**to_plain(found), "peak": found.peak}, str(found))
 
 
 def _lines(name: str, model: ModelSpec) -> Iterator[str]:

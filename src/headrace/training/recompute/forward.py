@@ -88,6 +88,7 @@ class RecomputedForward:
             )
         self._written = written | (self._written or set())
         before.keep(self._written)
+        before.note_parameters()
         return output, before
 
     def repeat(self, before: _Before, values: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
@@ -98,12 +99,19 @@ class RecomputedForward:
                 "that the block would compute something else; write to it in the block's forward, or leave the block "
                 "out"
             )
+        if name := before.changed_parameter():
+            raise JobError(
+                f"recompute: the parameter {name!r} of {self._name!r} was changed between forward and backward, so "
+                "that the block would compute something else; change it after backward, or leave the block out"
+            )
         self._again = True
         try:
             with before.put_back():
                 return self._forward(*values, **named)
         finally:
             self._again = False
+            # What its forward writes by itself (max_norm of an embedding) is no change, however often it runs.
+            before.note_parameters()
 
 
 class _Call:
@@ -155,6 +163,7 @@ class _Before:
             if written is None or key in written or self._buffer(key).nbytes <= _SMALL
         }
         self.copied = self._values.keys()
+        self._parameters: dict[str, tuple[Tensor, int]] = {}
         self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)
 
     def written(self) -> set[tuple[int, str]]:
@@ -173,6 +182,25 @@ class _Before:
         """Returns the name of a buffer whose value is no longer known; "" if there is none."""
         moved = self.written() - self._values.keys()
         return min((name for _, name in moved), default="")
+
+    def note_parameters(self) -> None:
+        """Notes which tensors the parameters are, and how often they have been written to."""
+        self._parameters = {name: (each, internals.version(each)) for name, each in self._named()}
+
+    def changed_parameter(self) -> str:
+        """Returns the name of a parameter that was written to or exchanged since; "" if there is none."""
+        now = dict(self._named())
+        for name, (then, version) in self._parameters.items():
+            each = now.get(name)
+            # What is divided among workers is another tensor, of another type, while it is gathered.
+            if each is None or (each is not then and type(each) is type(then)):
+                return name
+            if each is then and internals.version(each) != version:
+                return name
+        return ""
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        return self._parts[0].named_parameters(remove_duplicate=False)
 
     @contextmanager
     def put_back(self) -> Iterator[None]:

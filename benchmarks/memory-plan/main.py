@@ -1,0 +1,145 @@
+"""What `hr.summary(job, strategy)` says that the fullest worker will hold, beside what worker processes held.
+
+export MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 MALLOC_TOP_PAD_=65536
+python main.py [CONFIGURATION ...]
+
+With these, memory that is free goes back to the system at once, so that a process's size is what it holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import headrace as hr
+from headrace.api.memory.planning import plan_memory
+from headrace.spec.events import WorkerEnded
+
+HEADS, TOKENS, BATCH, BYTES = 10, 96, 4, 256
+SIZE, TINY = (640, 5), (40, 1)
+"""Width and layers of the transformer, and of one whose worker shows what Python, torch and its kernels take."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count, length, width = x.shape
+        mixed = self.mixed(self.first(x)).view(count, length, 3, HEADS, width // HEADS)
+        query, key, value = mixed.permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(count, length, width))
+        made: Tensor = x + self.down(functional.gelu(self.up(self.second(x))))
+        return made
+
+
+class Transformer(nn.Module):
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(BYTES, width), nn.Embedding(TOKENS, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.last, self.head = nn.LayerNorm(width), nn.Linear(width, BYTES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x) + self.places(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        made: Tensor = self.head(self.last(x))
+        return made
+
+
+def convolutional(width: int, _: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((3, width // 10), (width // 10, width // 5), (width // 5, width // 5)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
+    flat = 16 * (width // 5)
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(flat, 6 * width), nn.Linear(6 * width, 10)
+    )
+
+
+def next_byte(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def text(optimizer: object = torch.optim.AdamW, batch: int = BATCH, **options: object) -> hr.Job:
+    data = torch.randint(0, BYTES, (4 * batch, TOKENS), generator=torch.Generator().manual_seed(0))
+    made = functools.partial(optimizer, lr=1e-4)  # type: ignore[arg-type]
+    return hr.Job(
+        model=functools.partial(Transformer, *SIZE),
+        loss=next_byte,
+        optimizer=made,
+        data=(data, data),
+        global_batch_size=batch,
+        steps=2,
+        options=hr.Options(**options),  # type: ignore[arg-type]
+    )
+
+
+def images(**options: object) -> hr.Job:
+    data = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.zeros(32, dtype=torch.int64)
+    return hr.Job(
+        model=functools.partial(convolutional, *SIZE),
+        task=hr.tasks.multiclass(10),
+        optimizer=functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+        data=data,
+        global_batch_size=16,
+        steps=2,
+        options=hr.Options(**options),  # type: ignore[arg-type]
+    )
+
+
+CONFIGURATIONS = {
+    "one_device": (text(), hr.OneDevice()),
+    "one_device, 3 x the batch": (text(batch=12), hr.OneDevice()),
+    "one_device, recompute full": (text(batch=12, recompute="full"), hr.OneDevice()),
+    "one_device, recompute selective": (text(batch=12, recompute="selective"), hr.OneDevice()),
+    "one_device, accumulate 3": (text(batch=12, accumulate=3), hr.OneDevice()),
+    "one_device, bf16": (text(batch=12, precision="bf16"), hr.OneDevice()),
+    "one_device, SGD, clipped": (text(torch.optim.SGD, clip_norm=1.0), hr.OneDevice()),
+    "one_device, images": (images(), hr.OneDevice()),
+    "mirrored, 2": (text(), hr.Mirrored(2)),
+    "central_storage, 2": (text(), hr.CentralStorage(2)),
+    "fully_sharded, 2": (text(), hr.FullySharded(2)),
+    "fully_sharded, 4, deferred": (text(), hr.FullySharded(4, deferred=True)),
+}
+
+
+def held(job: hr.Job, strategy: hr.Strategy) -> int:
+    """Returns the most that a worker process held (VmHWM), until it ended."""
+    run = hr.fit(job, strategy, device="cpu", checkpoints=False, check=False)
+    return max(each.peak_memory_bytes for each in run.events if isinstance(each, WorkerEnded))
+
+
+def tiny(job: hr.Job) -> hr.Job:
+    """The same job with a model of a hundredth of the size."""
+    assert isinstance(job.model, functools.partial)
+    return replace(job, model=functools.partial(job.model.func, *TINY))
+
+
+def rows(chosen: list[str]) -> Iterator[tuple[str, int, int]]:
+    for name, (job, strategy) in CONFIGURATIONS.items():
+        if not chosen or name in chosen:
+            planned, least = (plan_memory(each, strategy, choices=False).peak for each in (job, tiny(job)))
+            yield name, planned, held(job, strategy) - held(tiny(job), strategy) + least
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    ratios = []
+    print("| configuration | planned, MB | held, MB | planned / held |\n|---|--:|--:|--:|", flush=True)
+    for name, planned, there in rows(sys.argv[1:]):
+        ratios.append(planned / there)
+        print(f"| {name} | {planned / 1e6:.1f} | {there / 1e6:.1f} | {ratios[-1]:.3f} |", flush=True)
+    print(f"\nmedian {median(abs(each - 1) for each in ratios):.1%} apart; lowest {min(ratios):.3f} of what was held")

@@ -1,0 +1,1 @@
+"""What memory a run will take, before anything is built."""

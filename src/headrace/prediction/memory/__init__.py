@@ -1,0 +1,1 @@
+"""What each process of a run will hold, found before anything is built."""

@@ -1,0 +1,63 @@
+"""A group of whose ranks one alone is there: the others are taken to say and do what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.collectives.base import ProcessGroup
+from headrace.shared_memory.ends import FinishedRanks
+
+_SMALL = 1 << 16
+"""Up to so many bytes, what ranks share has values: what they tell each other."""
+
+
+@dataclass
+class _Endless:
+    finished: int = 0
+
+
+class OneOfGroup(ProcessGroup):
+    """Rank `rank` of `world`; `share` returns memory that all of them see, of so many bytes."""
+
+    def __init__(self, rank: int, world: int, shared: Callable[[int], Tensor]) -> None:
+        self.rank = rank
+        self.world = world
+        self.ends = FinishedRanks([_Endless()] * world)
+        self._shared = shared
+
+    def subgroup(self, members: Sequence[int]) -> OneOfGroup:
+        return OneOfGroup(list(members).index(self.rank), len(members), self._shared)
+
+    def barrier(self) -> None:
+        """Waits for nobody."""
+
+    def check(self, peer: int | None = None, broken: str = "") -> None:
+        """Nobody can be lost."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Leaves what it would replace."""
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Leaves what it would replace."""
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return tensor.expand(self.world, len(tensor)).clone()
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        return [value * self.world for value in values]
+
+    def gather_numbers(self, own: Sequence[float]) -> list[list[float]]:
+        return [list(own)] * self.world
+
+    def share(self, nbytes: int) -> tuple[Tensor, ...]:
+        if nbytes <= _SMALL:
+            # All say the same, in one place.
+            return (torch.zeros(nbytes, dtype=torch.uint8),) * self.world
+        return tuple(self._shared(nbytes) for _ in range(self.world))
+
+    def close(self) -> None:
+        """Releases nothing."""

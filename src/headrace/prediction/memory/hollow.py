@@ -1,0 +1,237 @@
+"""Tensors without values: code runs as it would, and its memory is counted, but none of it is touched.
+
+A hollow tensor is one of torch's own, on the CPU, whose memory nobody writes to, so that the system gives it no page.
+What an operation makes of it has the shape that torch's meta kernel says, and is hollow, too. What is small and no
+floating-point number (tokens, masks, positions) is computed, so that code may look at it.
+
+    counted    what lives: all memory of tensors, whoever holds it, as long as it does
+    not seen   what a kernel takes for itself, and what the C library keeps
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from headrace import internals
+from headrace.errors import JobError
+from headrace.modules import is_dense
+from headrace.trees import map_tensors, tensors_of
+
+_COMPUTED_BYTES = 1 << 20
+"""Up to so many, what has no hollow tensor in it and is no floating-point number is computed."""
+_PAGE = 4096
+_ASKED = {"_local_scalar_dense", "item", "is_nonzero"}
+"""Operations whose result is a number of Python."""
+
+
+@internals.without_compiler
+class HollowMemory(internals.TorchDispatchMode):
+    """While it is entered, tensors are hollow, and their bytes counted.
+
+    Attributes:
+        peak_bytes, peak_step: the most that lived at once since `restart`, and after which operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._living: dict[int, _Storage] = {}
+        self._resized: list[_Storage] = []
+        self._total = 0
+        self._shared: dict[int, np.ndarray[Any, Any]] = {}
+        self.restart()
+
+    def restart(self, step: int = -1, look: Callable[[], object] = lambda: None) -> None:
+        """Forgets the peak, and counts operations from now on; `look` is called after the one of number `step`."""
+        self.peak_bytes = self.peak_step = self._step = 0
+        self._looks_at, self._looks = step, look
+
+    def share(self, nbytes: int) -> Tensor:
+        """Returns memory that other processes see, of which the pages that are used count."""
+        region = torch.empty(nbytes, dtype=torch.uint8)
+        key = internals.storage_address(region.untyped_storage())
+        self._shared[key] = np.zeros(-(-nbytes // _PAGE), np.uint8)
+        self._note(region, True)
+        return region
+
+    def is_shared(self, key: int) -> bool:
+        """Whether a storage is one that `share` has made."""
+        return key in self._shared
+
+    def living(self) -> dict[int, int]:
+        """Returns the storages that live, by address, with their bytes."""
+        self._measure()
+        return {key: each.counted for key, each in self._living.items()}
+
+    def lend(self, tensor: Tensor) -> None:
+        """Takes a tensor that was made elsewhere as one without values, which does not count."""
+        self._note(tensor, True)
+        self._count(self._living[_key(tensor)], 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = tensors_of((args, kwargs))
+        for each in given:
+            self._note(each, False)
+            if not func.is_view:
+                self._touch(each)
+        if any(map(self._is_hollow, given)):
+            made, hollow = self._without_values(func, args, kwargs), True
+        elif given or _on_meta(kwargs) or not _takes_device(func):
+            made, hollow = func(*args, **kwargs), False
+        else:
+            made = self._without_values(func, args, kwargs)
+            hollow = any(map(_is_value, tensors_of(made)))
+            if not hollow:
+                made = func(*args, **kwargs)
+        for each in tensors_of(made):
+            self._note(each, hollow)
+        self._look()
+        return made
+
+    def _without_values(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        name = func.__name__.partition(".")[0]
+        if name in _ASKED:
+            return _number(tensors_of(args)[0])
+        if name == "equal":
+            return True
+        if func.is_view or _on_meta(kwargs) or name in ("set_", "resize_", "as_strided_", "detach_", "detach"):
+            return func(*args, **kwargs)
+        schema = internals.schema(func)
+        written = [each.alias_info is not None and each.alias_info.is_write for each in schema.returns]
+        if all(written) and tensors_of((args, kwargs)):
+            return _written(schema, args, kwargs)
+        try:
+            named = map_tensors(_meta, dict(kwargs))
+            if named.get("device") is not None or not tensors_of((args, kwargs)):
+                named["device"] = torch.device("meta")
+            shapes = func(*map_tensors(_meta, args), **named)
+        except Exception as error:  # whatever a kernel raises that has none for shapes alone
+            raise JobError(f"what memory {func} takes is not known without its values: {error!s:.200}") from error
+        given = tensors_of((args, kwargs))
+        return map_tensors(lambda each: _like(each, given), shapes)
+
+    def _is_hollow(self, tensor: Tensor) -> bool:
+        known = self._living.get(_key(tensor))
+        return known is not None and known.hollow
+
+    def _note(self, tensor: Tensor, hollow: bool) -> None:
+        # One that is divided tells the size of the whole, and the memory is that of its part.
+        if not is_dense(tensor) or tensor.is_meta or isinstance(tensor, DTensor):
+            return
+        storage = tensor.untyped_storage()
+        key = internals.storage_address(storage)
+        known = self._living.get(key)
+        if known is None:
+            known = self._living[key] = _Storage(storage, hollow, lambda _: self._forget(key))
+            self._count(known, self._bytes(known))
+        elif hollow:
+            known.hollow = True
+        if not known.resized and (isinstance(tensor, nn.Parameter) or key in self._shared):
+            # torch's fully_shard lets go of a gathered unit by making its storage empty.
+            known.resized = True
+            self._resized.append(known)
+
+    def _forget(self, key: int) -> None:
+        self._count(self._living.pop(key), 0)
+
+    def _count(self, storage: _Storage, nbytes: int) -> None:
+        self._total += nbytes - storage.counted
+        storage.counted = nbytes
+
+    def _touch(self, tensor: Tensor) -> None:
+        if self._shared and (pages := self._shared.get(_key(tensor))) is not None and tensor.numel():
+            size = tensor.element_size()
+            first = tensor.storage_offset() * size
+            last = first + size * sum(
+                (n - 1) * abs(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            pages[first // _PAGE : last // _PAGE + 1] = 1
+
+    def _bytes(self, storage: _Storage) -> int:
+        pages = self._shared.get(storage.key)
+        return int(np.count_nonzero(pages)) * _PAGE if pages is not None else storage.nbytes
+
+    def _measure(self) -> int:
+        self._resized = [each for each in self._resized if each.key in self._living]
+        for each in self._resized:
+            self._count(each, self._bytes(each))
+        return self._total
+
+    def _look(self) -> None:
+        self._step += 1
+        total = self._measure()
+        if total > self.peak_bytes:
+            self.peak_bytes, self.peak_step = total, self._step
+        if self._step == self._looks_at:
+            self._looks()
+
+
+class _Storage:
+    """Memory that lives, and whether it has values."""
+
+    __slots__ = ("_reference", "counted", "hollow", "key", "resized")
+
+    def __init__(self, storage: torch.UntypedStorage, hollow: bool, gone: Any) -> None:
+        self._reference = weakref.ref(storage, gone)
+        self.key = internals.storage_address(storage)
+        self.hollow = hollow
+        self.resized = False
+        self.counted = 0
+
+    @property
+    def nbytes(self) -> int:
+        storage = self._reference()
+        return 0 if storage is None else storage.nbytes()
+
+
+def _key(tensor: Tensor) -> int:
+    return internals.storage_address(tensor.untyped_storage()) if is_dense(tensor) and not tensor.is_meta else 0
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _on_meta(kwargs: Mapping[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "meta"
+
+
+def _like(shape: Tensor, given: list[Tensor]) -> Tensor:
+    if not isinstance(shape, Tensor) or not shape.is_meta:
+        return shape
+    return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+
+
+def _takes_device(operation: Any) -> bool:
+    return any(each.name == "device" for each in internals.schema(operation).arguments)
+
+
+def _is_value(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.nbytes > _COMPUTED_BYTES
+
+
+def _written(schema: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Returns the arguments that an operation writes to, as it returns them."""
+    named = dict(zip([each.name for each in schema.arguments], args, strict=False)) | dict(kwargs)
+    out = [
+        named[each.name]
+        for each in schema.arguments
+        if each.alias_info is not None and each.alias_info.is_write and each.name in named
+    ]
+    if not schema.returns:
+        return None
+    return out[0] if len(schema.returns) == 1 else tuple(out)
+
+
+def _number(tensor: Tensor) -> Any:
+    if tensor.dtype == torch.bool:
+        return True
+    return 1.0 if tensor.is_floating_point() else 1

@@ -1,0 +1,167 @@
+"""What one process of a run holds: its model, exchange and optimizer are built and run, over tensors without values."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from headrace import internals
+from headrace.checkpoint.trained_model import in_memory_of_their_own
+from headrace.prediction.memory.alone import OneOfGroup
+from headrace.prediction.memory.hollow import HollowMemory
+from headrace.spec.job import Job, Share
+from headrace.spec.model import ModelSpec
+from headrace.spec.parameter_sets import one_optimizer
+from headrace.spec.plan import Plan
+from headrace.strategies import Strategy
+from headrace.strategies.context import BatchInfo, WorkerContext
+from headrace.training.exchange import Replica, UpdatingExchange
+from headrace.training.optimizer import nested
+from headrace.training.recompute.blocks import recomputing
+from headrace.training.update import Updater
+from headrace.trees import map_tensors, tensors_of
+from headrace.worker.session import objective_of
+
+_ROUNDS = 2
+"""In the first one the optimizer's state is made."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes that a process holds at the moment when it holds most of all, by what they are.
+
+    Attributes:
+        parameters: its own, whole or a part.
+        gradients: in `.grad`, or where it puts them for others.
+        state: of the optimizer.
+        buffers: of the model.
+        activations: what forward keeps for backward, and results that live for a moment.
+        gathered: parameters of which it has a part only, while they are whole.
+        exchange: what processes of a host share besides.
+        batch: its share of the batch, once.
+        start: the most before the first round, all together.
+        end: when the trained model is written, all together.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    state: int = 0
+    buffers: int = 0
+    activations: int = 0
+    gathered: int = 0
+    exchange: int = 0
+    batch: int = 0
+    start: int = 0
+    end: int = 0
+
+    @property
+    def peak(self) -> int:
+        """All together, at most."""
+        here: int = sum(getattr(self, name) for name in KINDS)
+        return max(self.start, here, self.end)
+
+
+KINDS = ("parameters", "gradients", "state", "buffers", "activations", "gathered", "exchange", "batch")
+"""What bytes are, in the order of a table."""
+
+
+@dataclass(frozen=True)
+class HollowRank:
+    """A process of a plan, over tensors without values.
+
+    Attributes:
+        build: makes the model in the modes that it is trained in.
+        batch, examples: its share of a batch.
+        lent: what of the caller's the model is a copy of.
+    """
+
+    job: Job
+    model: ModelSpec
+    strategy: Strategy
+    plan: Plan
+    rank: int
+    build: Callable[[], nn.Module]
+    batch: Any
+    examples: int
+    lent: Sequence[Tensor] = ()
+
+    def measure(self) -> RankMemory:
+        """Builds it, and trains until the optimizer's state is what it will stay."""
+        memory = HollowMemory()
+        with ExitStack() as closing, warnings.catch_warnings(), memory:
+            warnings.simplefilter("ignore")
+            for each in self.lent:
+                memory.lend(each)
+            module = self.build()
+            replica = self._replica(module, memory, closing)
+            start, updater = memory.peak_bytes, _updater_of(replica)
+            own = {_address(each) for each in (*module.parameters(), *updater.parameters)}
+            share = Share(self.batch, self.examples, self.job.global_batch_size, 0)
+            for round_ in range(_ROUNDS):
+                memory.restart()
+                _step(replica, share, round_)
+            found: dict[str, int] = {}
+            memory.restart(memory.peak_step, lambda: found.update(self._kinds(memory, module, updater, own)))
+            _step(replica, share, _ROUNDS)
+            memory.restart()
+            whole = in_memory_of_their_own(dict(replica.compute.whole_tensors(self.rank == 0)))
+            end = sum(memory.living().values())
+            del whole
+            return RankMemory(**found, start=start, end=max(end, memory.peak_bytes))
+
+    def _replica(self, module: nn.Module, memory: HollowMemory, closing: ExitStack) -> Replica:
+        job, plan = self.job, self.plan
+        sample = map_tensors(lambda each: each[:2], self.batch)
+        context = WorkerContext(
+            module,
+            self.model,
+            objective_of(job, module),
+            one_optimizer(job.optimizer, "a plan of memory"),
+            job.options,
+            OneOfGroup(self.rank, plan.workers, memory.share),
+            batches=BatchInfo(job.global_batch_size, job.seed),
+            closing=closing,
+            sample=lambda: sample,
+        )
+        choice = job.options.recompute
+        with nullcontext() if choice is None else recomputing(module, choice):
+            return self.strategy.replica(plan, self.rank, context)
+
+    def _kinds(self, memory: HollowMemory, module: nn.Module, updater: Updater, own: Set[int]) -> Mapping[str, int]:
+        """Returns the bytes of what lives now, by what it is."""
+        every = [*module.parameters(), *updater.parameters]
+        kinds = {_address(each): "parameters" if _address(each) in own else "gathered" for each in every}
+        kinds |= {_address(each): "buffers" for each in module.buffers()}
+        kinds |= {_address(each): "batch" for each in tensors_of(self.batch)}
+        kinds |= {_address(each.grad): "gradients" for each in every if each.grad is not None}
+        kinds |= {_address(each): "state" for each in updater.averages.values()}
+        for optimizer in nested(updater.optimizer).values():
+            kinds |= {_address(each): "state" for each in tensors_of(dict(optimizer.state))}
+        found = dict.fromkeys(KINDS, 0)
+        for key, size in memory.living().items():
+            found[kinds.get(key, "exchange" if memory.is_shared(key) else "activations")] += size
+        return found
+
+
+def _step(replica: Replica, share: Share, round_: int) -> None:
+    replica.exchange.begin(round_)
+    replica.compute.run(share)
+    if replica.exchange.synchronize(True).apply:
+        replica.exchange.update(round_)
+
+
+def _updater_of(replica: Replica) -> Updater:
+    assert isinstance(replica.exchange, UpdatingExchange)
+    return replica.exchange.updater
+
+
+def _address(tensor: Any) -> int:
+    local = internals.local_part(tensor) if isinstance(tensor, DTensor) else tensor
+    address: int = internals.storage_address(local.untyped_storage())
+    return address

@@ -1,0 +1,158 @@
+"""hr.summary(job, strategy): bytes that can be added up by hand, and what cannot be planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headrace as hr
+from headrace.api.memory.planning import plan_memory
+from headrace.cli import run
+from headrace.errors import JobError, UsageError
+
+WIDTH, LAYERS = 256, 4
+PARAMETERS = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
+
+
+def stack() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
+
+
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def job(
+    model: Callable[[], nn.Module] | nn.Module = stack, optimizer: Any = torch.optim.Adam, **options: Any
+) -> hr.Job:
+    return hr.Job(
+        model=model,
+        loss=squares,
+        optimizer=partial(optimizer, lr=1e-3),
+        data=(torch.ones(128, WIDTH), torch.zeros(128, WIDTH)),
+        global_batch_size=64,
+        steps=2,
+        options=hr.Options(**options),
+    )
+
+
+def near(found: int, expected: int) -> bool:
+    """Within the pages and the counters that a hand does not add up."""
+    return abs(found - expected) <= 0.02 * expected + 1024
+
+
+@pytest.mark.parametrize(("optimizer", "state"), [(torch.optim.Adam, 2), (torch.optim.SGD, 0)])
+def test_parameters_and_state_of_one_device(optimizer: Any, state: int) -> None:
+    memory = plan_memory(job(optimizer=optimizer), "one_device", choices=False).memory
+    assert memory.parameters == PARAMETERS
+    assert 0 <= memory.start - PARAMETERS - memory.batch <= 16
+    assert near(memory.state, state * PARAMETERS) if state else memory.state == 0
+    assert memory.batch == 2 * 64 * WIDTH * 4
+    assert memory.exchange == memory.gathered == 0
+
+
+def test_an_average_of_weights_is_state() -> None:
+    plain, averaged = (
+        plan_memory(job(**options), "one_device", choices=False).memory for options in ({}, {"ema_decay": 0.9})
+    )
+    assert averaged.state - plain.state == PARAMETERS
+
+
+def test_mirrors_share_gradients_and_their_sum() -> None:
+    memory = plan_memory(job(), hr.Mirrored(2), choices=False).memory
+    assert memory.parameters == PARAMETERS
+    # The sum is what the optimizer reads; its own gradients, and its half of the other's, are shared.
+    assert near(memory.gradients, PARAMETERS)
+    assert 1.5 * PARAMETERS <= memory.exchange <= 1.55 * PARAMETERS
+
+
+def test_one_copy_of_parameters_and_a_part_of_the_state() -> None:
+    memory = plan_memory(job(), hr.CentralStorage(2), choices=False).memory
+    assert near(memory.state, PARAMETERS)
+
+
+@pytest.mark.slow
+def test_a_sharded_worker_holds_its_part() -> None:
+    memory = plan_memory(job(), hr.FullySharded(4, deferred=True), choices=False).memory
+    assert near(memory.parameters, PARAMETERS // 4)
+    assert near(memory.state, PARAMETERS // 2)
+    assert 0 < memory.gathered <= PARAMETERS
+
+
+@pytest.mark.slow
+def test_choices_are_beside_what_was_asked_for() -> None:
+    plan = hr.summary(job(), hr.Mirrored(2))
+    assert isinstance(plan, hr.MemoryPlan)
+    assert plan.choices["recompute='full'"].activations < plan.memory.activations
+    assert plan.choices["hr.FullySharded"].state < plan.memory.state
+    lines = str(plan).splitlines()
+    assert [len(line) for line in lines if len(line) > 80] == []
+    assert [line.split()[0] for line in lines[2:4]] == ["as", "recompute='full'"]
+
+
+def test_what_cannot_be_had_says_why() -> None:
+    plan = hr.summary(job(partial(nn.Linear, WIDTH, WIDTH)), "one_device")
+    assert "has none with parameters" in plan.impossible["recompute='full'"]
+    assert "recompute='full': recompute='full' runs blocks again" in str(plan)
+
+
+def test_the_job_and_random_numbers_stay_as_they_are() -> None:
+    torch.manual_seed(3)
+    model = stack()
+    values = [each.clone() for each in model.parameters()]
+    before = torch.get_rng_state()
+    memory = plan_memory(job(model), "one_device", choices=False).memory
+    assert memory.parameters == PARAMETERS
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(map(torch.equal, values, model.parameters()))
+
+
+class Looking(nn.Linear):
+    def forward(self, values: Tensor) -> Tensor:
+        made = super().forward(values)
+        return made[made.sum(1) > 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "strategy", "error", "told"),
+    [
+        (job(), hr.Pipeline(2), UsageError, "workers of pipeline .* known are one_device, mirrored"),
+        (job(compile=True), "one_device", UsageError, "leave compile out"),
+        (job(partial(Looking, WIDTH, WIDTH)), "one_device", JobError, "not known without its values"),
+        (job(partial(nn.EmbeddingBag, 9, 4, sparse=True)), "one_device", UsageError, "sparse embeddings"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(
+    given: hr.Job, strategy: Any, error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=told):
+        plan_memory(given, strategy)
+
+
+JOB = """
+import torch
+from functools import partial
+import headrace as hr
+
+def job(width=16):
+    data = torch.zeros(8, width)
+    return hr.Job(model=partial(torch.nn.Linear, width, 1), loss=lambda output, target: output.sum(), steps=1,
+                  optimizer=partial(torch.optim.SGD, lr=0.1), data=(data, data), global_batch_size=4)
+"""
+
+
+def test_the_command_prints_a_table_of_80_columns(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.py").write_text(JOB)
+    assert run(["plan", "job.py", "--set", "width=100000"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "one_device, 1 worker: what the fullest holds at its peak, with 4 examples"
+    assert lines[2].split()[:4] == ["as", "it", "is", "400"]
+    assert [line for line in lines if len(line) > 80 and "recompute" not in line] == []
