@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 116_069
+LINES = 116_480
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_740
@@ -12,15 +12,15 @@ CORE = 14_740
 
 CLOSURES = {
     "data": 800,
-    "data.loading.loader": 6_200,
-    "strategies.one_device": 9_630,
-    "strategies.mirrored": 10_790,
-    "strategies.central_storage": 12_850,
-    "worker.main": 19_800,
-    "engine.local.process": 21_280,
+    "data.loading.loader": 6_210,
+    "strategies.one_device": 9_650,
+    "strategies.mirrored": 10_800,
+    "strategies.central_storage": 12_870,
+    "worker.main": 19_810,
+    "engine.local.process": 21_290,
     "parameter_server.core.shard": 1_250,
-    "serving.application": 3_860,
-    "api.fit": 32_670,
+    "serving.application": 3_850,
+    "api.fit": 32_680,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 

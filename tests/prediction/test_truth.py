@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from headrace.prediction.bands import BANDS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -49,6 +51,21 @@ def test_published_scaling_tables(truth: Any) -> None:
     assert max(map(abs, truth.errors([row for row in rows if row.table not in later]))) <= 0.15
     assert sum(abs(error) > 0.15 for error in errors) <= 5
     assert max(map(abs, errors)) <= 0.24
+
+
+@pytest.mark.slow
+def test_nine_in_ten_rows_are_inside_their_band(truth: Any) -> None:
+    kinds = {"TF benchmarks": "host", "Horovod": "hosts", "Goyal": "hosts", "raysgd_hosts": "hosts"}
+    kinds |= dict.fromkeys(("torchgpipe", "GPipe, table 2", "GPipe, table 3"), "pipeline")
+    kinds |= dict.fromkeys(("transformer_big", "gnmt"), "varied")
+    inside: dict[str, list[bool]] = {}
+    for row in truth.scaling_rows():
+        if row.counted:
+            kind = kinds.get(row.table, "host")
+            inside.setdefault(kind, []).append(BANDS[kind].low <= 1 / (1 + row.error) <= BANDS[kind].high)
+    for kind, found in inside.items():
+        assert len(found) == BANDS[kind].rows
+        assert sum(found) >= 0.9 * len(found), kind
 
 
 def test_pipedreams_plans_or_faster_ones(truth: Any) -> None:

@@ -133,3 +133,10 @@ def test_a_profile_with_nan_is_refused(tmp_path: Path, load) -> None:
     (tmp_path / "model.json").write_text(text)
     with pytest.raises(UsageError, match="spread of the profile must be a number of at least 0, got nan"):
         ModelSpec.load(tmp_path / "model.json")
+
+
+def test_more_operations_a_second_than_any_device_does_are_refused(load) -> None:
+    text = "parameters = 1\nbatch_size = 64\nexamples_per_s = 200\nflops_per_example = "
+    assert load(text + "4e9").flops_per_example == 4e9
+    with pytest.raises(UsageError, match=r"in 320 ms is 24,000,000 TFLOP/s, .* and no device does 10,000; correct one"):
+        load(text + "4e16")

@@ -23,15 +23,16 @@ from headrace.errors import HeadraceError, JobError, UnfitMachine, UsageError
 from headrace.machine.allocator import give_back
 from headrace.machine.identity import detect
 from headrace.machine.limits import out_of_memory
-from headrace.machine.resources import cores
+from headrace.machine.resources import cores, spare_memory_bytes
 from headrace.pipeline.profile import first_batch
 from headrace.pipeline.profile import profile as profile_layers
 from headrace.policies.measurement import doubts
 from headrace.policies.roles import threads_per_worker
 from headrace.prediction.profiling.origin import digest_of, origin_here
 from headrace.prediction.profiling.passes import BatchPasses, accumulation_s, measure_passes
+from headrace.prediction.profiling.slices import sliced_profile
 from headrace.report.model.training import WARM_UP_STEPS
-from headrace.spec.compute import BatchProfile, ComputeProfile, LayerSpec
+from headrace.spec.compute import BatchProfile, ComputeProfile, LayerSpec, SlicedProfile
 from headrace.spec.events import Stepped, WorkerEnded
 from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec
@@ -46,6 +47,8 @@ from headrace.worker.session import objective_of
 BATCH_SIZES = (1, 4, 16)
 """That are measured besides the job's own."""
 _SAMPLED = 2
+_SLICES = (2, 4, 8)
+"""Devices over which layers are divided on trial."""
 _TRIES = 2
 _TURNS, _TURN = 3, 0.5
 """How often workers side by side and one alone are measured, and the part of a measurement that each takes."""
@@ -127,6 +130,7 @@ def profile(
         compute=compute,
         flops_per_example=passes.forward_flops / own,
         origin={**origin_here(kind), **identity(info), **measuring.disturbed},
+        slices=measuring.slices(),
     )
 
 
@@ -351,6 +355,22 @@ class _Measuring:
             self._say(f"the model is measured as a whole: {error}")
             return ()
         return found.layers
+
+    def slices(self) -> tuple[SlicedProfile, ...]:
+        """Tries what tensor parallelism makes of the model, on threads; none where it cannot, or copies do not fit."""
+        found: list[SlicedProfile] = []
+        for devices in _SLICES:
+            if 4 * devices * self.model_bytes > spare_memory_bytes():
+                self._say(f"tensor parallelism over {devices} devices is not tried: its copies do not fit here")
+                break
+            self._say(f"slices for {devices} devices")
+            try:
+                batch, inputs = first_batch(self._info.job, _SAMPLED), self._info.job.inputs
+                found.append(sliced_profile(self._info.module, batch, inputs, devices))
+            except HeadraceError as error:
+                self._say(f"tensor parallelism is not predicted: {error}")
+                break
+        return tuple(found)
 
     def batch(self, size: int) -> Any:
         """Returns the job's first examples, on the device."""

@@ -28,12 +28,16 @@ class GradientSum:
         overlap: whether gradients leave while backward still runs, among devices or hosts.
         by_speed: whether shares of a batch follow the workers' speed.
         central: whether there is one copy of the parameters, of which each worker updates a slice.
+        parts: of how many workers each holds a part of every parameter; 1 where all hold all.
+        gathers: how often in a round these parameters are gathered, a unit at a time.
     """
 
     sent: float = 1.0
     overlap: bool = False
     by_speed: bool = False
     central: bool = False
+    parts: int = 1
+    gathers: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class Stages:
         recompute: the part of the micro-batches whose forward is done again.
         partition: "auto", or layers a stage.
         cost, limit_bytes: as of the strategy: by what, and within which, "auto" divides.
+        slices: devices of each stage, which divide its layers.
     """
 
     devices: int
@@ -114,6 +119,7 @@ class Stages:
     partition: str | Sequence[int | Sequence[str]] = "auto"
     cost: str = "time"
     limit_bytes: int | None = None
+    slices: int = 1
 
 
 @dataclass(frozen=True)
@@ -142,4 +148,6 @@ class Behaviour:
     @property
     def devices(self) -> int:
         """How many hold one replica."""
+        if isinstance(self.division, Stages):
+            return self.division.devices * self.division.slices
         return self.division.devices if self.division else 1

@@ -61,6 +61,22 @@ class BatchProfile:
 
 
 @dataclass(frozen=True)
+class SlicedProfile:
+    """What tensor parallelism makes of a model on so many devices, as its layout was tried.
+
+    Attributes:
+        held: the part of the trained parameters' bytes that each device has; what cannot be divided is whole on all.
+        computed: the part of a step's operations that each device does.
+        summed_bytes: of the tensors that all devices sum in a step, of one example.
+    """
+
+    devices: int
+    held: float
+    computed: float
+    summed_bytes: float
+
+
+@dataclass(frozen=True)
 class ComputeProfile:
     """What a training step of a model takes on one device, measured, or as a person has written it.
 

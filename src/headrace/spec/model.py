@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.registry import imported
-from headrace.spec.compute import ComputeProfile, LayerSpec, TokenUse
+from headrace.spec.compute import ComputeProfile, LayerSpec, SlicedProfile, TokenUse
 from headrace.spec.embedding import TableSpec
 from headrace.spec.plain import to_plain
 
@@ -128,6 +128,7 @@ class ModelSpec:
         tables: of embeddings with `sparse=True`, whose rows travel one by one; they are no parameters.
         in_parts: whether each process makes a parameter when it needs it, and none builds the whole model.
         tokens: what forward does with the tokens of a sequence; only for strategies that divide sequences.
+        slices: what tensor parallelism makes of it on so many devices, by number of devices; () where it was not tried.
 
     Examples:
         >>> model = hr.ModelSpec.load("model.toml")
@@ -148,6 +149,7 @@ class ModelSpec:
     optimizer: OptimizerNeeds = OptimizerNeeds()
     in_parts: bool = False
     tokens: TokenUse | None = None
+    slices: tuple[SlicedProfile, ...] = ()
 
     @property
     def trainable(self) -> tuple[ParameterSpec, ...]:

@@ -17,7 +17,7 @@ accelerators through theirs (NCCL):
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from headrace.fully_sharded.units import AUTO, find_units, refuse_hooks, refuse_
 from headrace.hooks import hooked_parameters
 from headrace.machine.allocator import give_back
 from headrace.modules import without_data
-from headrace.policies.behaviour import Behaviour
+from headrace.policies.behaviour import Behaviour, GradientSum
 from headrace.policies.roles import data_parallel_plan
 from headrace.policies.segments import evenly, rows
 from headrace.spec.cluster import Cluster, Host
@@ -133,7 +133,7 @@ class FullySharded(Strategy):
         return sharded_plan(self.name, describe_options(self), self.workers, model, cluster)
 
     def behave(self, workers: int) -> Behaviour:
-        return replace(super().behave(workers), not_rehearsed=refuse_parts(self.equals_one_device))
+        return Behaviour(sums_of(self, workers), not_rehearsed=refuse_parts(self.equals_one_device))
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         return self.in_replicas(context, context.group, context.device_group())
@@ -298,6 +298,12 @@ def _updater_of(
     updater = context.updater_over(owned, whole)
     pieces |= {segment.parameter: each for segment, each in zip(segments, updater.parameters, strict=True)}
     return updater
+
+
+def sums_of(sharded: FullySharded, parts: int, *, stages: bool = False) -> GradientSum:
+    """Returns how so many parts of a replica, of its stages where it has some, sum gradients."""
+    again = sharded.reshard_after_forward is not False and not stages
+    return GradientSum(0.5 if sharded.param_dtype else 1.0, overlap=True, parts=parts, gathers=1 + again)
 
 
 def sharded_plan(

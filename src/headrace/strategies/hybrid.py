@@ -31,7 +31,7 @@ from headrace.collectives.threads import ThreadCollective
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.parameter_server.server.server import Server
 from headrace.pipeline.staged import SlicedStages, StagedReplica
-from headrace.policies.behaviour import Behaviour
+from headrace.policies.behaviour import Behaviour, Stages
 from headrace.policies.roles import require_memory, worker_and_server_roles, worker_roles
 from headrace.policies.segments import evenly, everywhere, rows
 from headrace.spec.cluster import Cluster, Host
@@ -42,7 +42,7 @@ from headrace.strategies.checks import refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext, among, total_of
 from headrace.strategies.context_hybrid import ring_plan, ring_replica
 from headrace.strategies.context_parallel import ContextParallel
-from headrace.strategies.fully_sharded import FullySharded, require_sliceable, sharded_plan
+from headrace.strategies.fully_sharded import FullySharded, require_sliceable, sharded_plan, sums_of
 from headrace.strategies.hybrid_levels import by_kind, check_levels
 from headrace.strategies.hybrid_ranks import (
     ENOUGH_BYTES,
@@ -196,24 +196,27 @@ class Hybrid(ServedStrategy):
         )
 
     def behave(self, workers: int) -> Behaviour:
-        devices = _count_of(self.inner) or 1
-        outer, inner = self.outer.behave(max(1, workers // devices)), self.inner.behave(devices)
-        not_simulated = inner.not_simulated
-        if outer.not_simulated:
-            not_simulated = (
-                f"a hybrid whose outer strategy is {self.outer.name} cannot be simulated; use hr.Mirrored(...), "
-                "hr.ParameterAveraging(...) with a number of rounds as its period, hr.ParameterServer(...) or "
-                "hr.Downpour(...)"
-            )
-        if len(levels_of(self)) > 2:
-            named = " around ".join(each.name for each in levels_of(self))
-            not_simulated = f"a hybrid of {named} cannot be simulated; use one of two levels"
-        return replace(
-            outer,
-            division=inner.division,
-            not_simulated=not_simulated,
-            not_rehearsed=refuse_parts(self.equals_one_device),
-        )
+        for each in levels_of(self):
+            if each.behave(1).not_simulated:
+                return Behaviour(
+                    not_simulated=f"a hybrid with {each.name} cannot be simulated; use one without it",
+                    not_rehearsed=refuse_parts(self.equals_one_device),
+                )
+        data, sharded, pipeline, tensor = by_kind(levels_of(self))
+        stages, slices = (_count_of(each) or 1 if each else 1 for each in (pipeline, tensor))
+        groups = max(1, workers // (stages * slices))
+        division = None
+        if pipeline:
+            division = pipeline.behave(stages).division
+            assert isinstance(division, Stages)
+            division = replace(division, slices=slices)
+        elif tensor:
+            division = tensor.behave(slices).division
+        behaviour = data.behave(groups) if data else Behaviour()
+        if sharded:
+            parts = _count_of(sharded) or max(1, groups // (_count_of(data) or 1 if data else 1))
+            behaviour = Behaviour(sums_of(sharded, parts, stages=pipeline is not None))
+        return replace(behaviour, division=division, not_rehearsed=refuse_parts(self.equals_one_device))
 
     def _roles(self, cluster: Cluster, count: int) -> tuple[Role, ...]:
         if isinstance(self.outer, Served):

@@ -138,6 +138,10 @@ class TensorParallel(Strategy):
 
     def cuts(self, module: nn.Module, devices: int, trial: Trial) -> dict[str, int]:
         """Returns the dim along which each parameter will be cut, as the devices decide; the module stays as it is."""
+        return {name: cut.dim for name, cut in self.tried(module, devices, trial)[0].cuts.items()}
+
+    def tried(self, module: nn.Module, devices: int, trial: Trial) -> list[RewrittenModel]:
+        """Returns what each device would have of a module, which stays as it is; the devices are threads."""
         everyone = ThreadGroup(devices)
         made: dict[int, RewrittenModel] = {}
         errors: dict[int, Exception] = {}
@@ -157,7 +161,7 @@ class TensorParallel(Strategy):
             thread.join()
         if errors:
             raise next((error for error in errors.values() if not isinstance(error, PeerLost)), errors[min(errors)])
-        return {name: cut.dim for name, cut in made[0].cuts.items()}
+        return [made[rank] for rank in range(devices)]
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         alone = ThreadCollective(ThreadGroup(1), 0)

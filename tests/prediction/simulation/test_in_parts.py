@@ -9,9 +9,9 @@ import pytest
 import headrace as hr
 from headrace.policies.behaviour import Behaviour, Slices
 from headrace.prediction.assumptions import Assumptions
-from headrace.prediction.simulation.behaviour import sliced_steps
 from headrace.prediction.simulation.scene import Scene
 from headrace.prediction.simulation.simulate import simulate
+from headrace.prediction.simulation.slices.steps import sliced_steps
 from headrace.spec.cluster import Link
 from prediction.simulation.scenes import QUICK, gpus, model, run
 

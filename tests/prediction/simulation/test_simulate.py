@@ -199,14 +199,19 @@ def test_the_seed_decides(strategy: hr.Strategy) -> None:
 
 
 def test_every_strategy_can_be_simulated() -> None:
-    """But for four: how often a line search computes the loss depends on data, for one."""
-    refused = ("context_parallel", "fully_sharded", "sandblaster", "tpu")
+    """But for three: how often a line search computes the loss depends on data, for one."""
+    refused = ("context_parallel", "sandblaster", "tpu")
     for name in refused:
         with pytest.raises(UsageError, match=f"{name} cannot be simulated"):
             run(STRATEGIES[name]())
+    with pytest.raises(UsageError, match="a hybrid with context_parallel cannot be simulated"):
+        run(hr.Hybrid(hr.Mirrored(2), hr.ContextParallel(2)))
     chosen = {
         **{name: kind() for name, kind in STRATEGIES.items() if name not in ("hybrid", *refused)},
         "hybrid": hr.Hybrid(hr.Mirrored(workers=2), hr.Pipeline(stages=2)),
+        "sharded replicas": hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2)),
+        "sharded stages": hr.Hybrid(hr.FullySharded(2), hr.Pipeline(stages=2)),
+        "sliced stages": hr.Hybrid(hr.Pipeline(stages=2), hr.TensorParallel(2)),
     }
     for name, strategy in chosen.items():
         cluster = gpus(1, 4) if strategy.one_host else gpus(4)
@@ -320,3 +325,48 @@ def test_too_few_examples_and_unknown_layers_are_refused() -> None:
         run(hr.Pipeline(4), examples=8)
     with pytest.raises(UsageError, match="the model's file has no layers"):
         run(hr.TensorParallel(4))
+
+
+def test_what_nobody_has_said_is_assumed_and_named() -> None:
+    known = replace(model(), compute=replace(model().compute, spread=None))
+    prediction = run(hr.Mirrored(8), gpus(2, 4), model=known, assumptions=Assumptions(steps=10))
+    assert "assumed: steps that vary by 3.0 % (spread)" in prediction.notes[-1]
+    assert "a latency of 9.6 us (latency_ms)" in prediction.notes[-1]
+    plain = replace(gpus(2), link_bytes_per_s=Cluster.link_bytes_per_s)
+    assert "1 Gbit/s between hosts, which [network] changes" in run(hr.Mirrored(2), plain).notes[-1]
+    # All wait for the slowest of eight.
+    exact = run(hr.Mirrored(8), gpus(1, 8), examples=64, model=model(1)).step_s
+    varied = run(hr.Mirrored(8), gpus(1, 8), examples=64, model=replace(known, parameters=model(1).parameters)).step_s
+    assert 1.02 < varied / exact < 1.06
+
+
+def test_a_network_without_rdma_carries_what_tcp_can() -> None:
+    assumed = replace(QUICK, tcp_bytes_per_s=4e9)
+    fast = gpus(2, gigabytes_per_s=10)
+    quick, slow, said = (
+        run(hr.Mirrored(2, overlap=False), cluster, assumptions=assumed).step_s
+        for cluster in (gpus(2, gigabytes_per_s=20), fast, replace(fast, rdma=True))
+    )
+    assert slow - said == pytest.approx(0.1 / 4 - 0.1 / 10)
+    assert quick < said
+
+
+def test_gradients_leave_while_the_last_micro_batch_runs() -> None:
+    assumed = replace(QUICK, bucket_bytes=25_000_000)
+    one, four = (run(hr.Mirrored(4), assumptions=assumed, accumulate=count).step_s for count in (1, 4))
+    # The first bucket is there 1.25 ms before the end, where it was 15 ms before.
+    assert four - one == pytest.approx(0.015 - 0.015 / 4)
+
+
+def test_speed_up_is_over_one_device_with_the_whole_batch() -> None:
+    prediction = run(hr.Mirrored(4, overlap=False))
+    assert prediction.speed_up == pytest.approx((4 * 0.030 + 0.002) / prediction.step_s)
+    assert prediction.efficiency == pytest.approx(0.032 / prediction.step_s)
+
+
+def test_a_profile_of_a_busy_machine_widens_the_band() -> None:
+    calm, busy = (
+        run(hr.Mirrored(2), model=replace(model(), origin=origin)).band for origin in ({}, {"disturbed": "load 3"})
+    )
+    assert 1 - busy.low == pytest.approx(2 * (1 - calm.low))
+    assert "not idle" in str(busy)

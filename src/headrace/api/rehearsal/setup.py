@@ -25,10 +25,11 @@ from headrace.prediction.rehearsal.one_mirror import OneMirror, with_one_mirror
 from headrace.prediction.rehearsal.recorded import Record, RecordedOrder
 from headrace.prediction.rehearsal.served import OrderSource, ServedRehearsal
 from headrace.prediction.rehearsal.simulated import SimulatedOrder
-from headrace.prediction.simulation.behaviour import behave, device_steps
+from headrace.prediction.simulation.behaviour import behave
 from headrace.prediction.simulation.event_files import plan_of
 from headrace.prediction.simulation.scene import Scene
 from headrace.prediction.simulation.simulate import counted, scene_of
+from headrace.prediction.simulation.slices.steps import device_steps
 from headrace.prediction.virtual_events import VirtualEvents
 from headrace.report.format import byte_count, plural
 from headrace.spec.cluster import Cluster, Host

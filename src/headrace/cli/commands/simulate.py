@@ -196,6 +196,7 @@ def prediction_plain(prediction: Prediction) -> dict[str, Any]:
         "step_s": prediction.step_s,
         "speed_up": prediction.speed_up,
         "efficiency": prediction.efficiency,
+        "band": [prediction.band.low, prediction.band.high],
         "shares": dict(prediction.shares),
         "bottleneck": prediction.bottleneck,
         "moved_bytes_per_step": prediction.moved_bytes,
@@ -211,10 +212,11 @@ def prediction_plain(prediction: Prediction) -> dict[str, Any]:
 def _text(prediction: Prediction, run_dir: Path | None) -> str:
     devices = plural(prediction.workers, "worker")
     servers = f", {plural(prediction.servers, 'server')}" * bool(prediction.servers)
+    low, high = (prediction.examples_per_s * factor for factor in (prediction.band.low, prediction.band.high))
     rows = [
         ("simulated", f"{prediction.strategy.name}, {devices}{servers}"),
         ("step", f"{prediction.global_batch_size} examples in {duration(prediction.step_s)}"),
-        ("throughput", f"{short(prediction.examples_per_s)} examples/s"),
+        ("throughput", f"{short(prediction.examples_per_s)} examples/s, {short(low)} to {short(high)}"),
         ("speed-up", f"{prediction.speed_up:.2f} over one device with the same batch"),
         ("efficiency", f"{percent(prediction.efficiency)} of so many devices that each work alone"),
         ("time", ", ".join(f"{name} {percent(share)}" for name, share in prediction.shares.items())),
@@ -233,6 +235,7 @@ def _text(prediction: Prediction, run_dir: Path | None) -> str:
             ("", f"save every {duration(failing.save_every_s)}; then {failing.useful:.1%} of the time is useful")
         )
     lines = [f"{name:<12}{value}" for name, value in rows]
+    lines[3:3] = wrapped(str(prediction.band), "band        ", " " * 12)
     for note in prediction.notes:
         lines += wrapped(note, "note        ", " " * 12)
     return "\n".join([*lines, *[f"{'run dir':<12}{run_dir}"] * (run_dir is not None)])

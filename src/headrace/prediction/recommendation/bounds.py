@@ -14,9 +14,9 @@ import numpy as np
 
 from headrace.pipeline.schedules.schedule import PassKind, PipelineSchedule
 from headrace.policies.behaviour import ParameterMean, ServerTerms, Stages
-from headrace.prediction.simulation.behaviour import device_steps
 from headrace.prediction.simulation.scene import Scene, Seconds
 from headrace.prediction.simulation.served import ServedRun
+from headrace.prediction.simulation.slices.steps import device_steps
 from headrace.prediction.simulation.staged import (
     between_replicas,
     gradient_bytes,

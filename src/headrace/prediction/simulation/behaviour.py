@@ -11,11 +11,20 @@ from headrace.errors import UsageError
 from headrace.policies.behaviour import GradientSum, NeighbourMean, ParameterMean, ServerTerms, Stages
 from headrace.policies.period import AutoPeriod, Measured, first_period, first_stretch, next_period, next_stretch
 from headrace.prediction.simulation.network import Way
-from headrace.prediction.simulation.rounds import averaging, gossip, synchronous
+from headrace.prediction.simulation.rounds import averaging, by_units, gossip, synchronous
 from headrace.prediction.simulation.scene import DeviceStep, Scene
 from headrace.prediction.simulation.served import served
+from headrace.prediction.simulation.slices.steps import (
+    device_steps,
+    inside_ways,
+    sliced,
+    sliced_model,
+    sliced_steps,
+    with_sums,
+)
 from headrace.prediction.simulation.staged import gradient_bytes, one_step, slowness, staged, stages_of
 from headrace.prediction.simulation.timeline import Timeline, on_devices, one_after_another
+from headrace.spec.cluster import Host
 
 _DRIFT = "how far workers drift apart is not simulated: it would make the period shorter, if anything"
 
@@ -29,6 +38,8 @@ def behave(scene: Scene) -> Timeline:
     exchange, division = scene.behaviour.exchange, scene.behaviour.division
     if isinstance(exchange, ServerTerms):
         timeline = _served_parts(scene, exchange) if division else served(scene, device_steps(scene), exchange)
+    elif isinstance(division, Stages) and division.slices > 1:
+        timeline = _sliced_stages(scene, division)
     elif isinstance(division, Stages):
         timeline = staged(scene, _rounds_between(scene))
     elif division:
@@ -36,25 +47,6 @@ def behave(scene: Scene) -> Timeline:
     else:
         timeline = _whole(scene)
     return replace(timeline, notes=(*timeline.notes, *scene.behaviour.notes))
-
-
-def device_steps(scene: Scene, by_speed: bool = False) -> list[DeviceStep]:
-    """Returns what a step of each worker takes, or of each replica's slowest."""
-    ranks = scene.workers // scene.replicas
-    known: dict[tuple[str, int], DeviceStep] = {}
-    slowest = []
-    for replica, share in enumerate(scene.shares(by_speed)):
-        hosts = scene.hosts[replica * ranks : (replica + 1) * ranks]
-        for host in hosts:
-            if (host.name, share) not in known:
-                known[host.name, share] = scene.step(host, share)
-        steps = (known[host.name, share] for host in hosts)
-        slowest.append(max(steps, key=lambda step: step.forward_s + step.backward_s))
-    return slowest
-
-
-def _coded(way: Way, sent: float) -> Way:
-    return way.part(sent)
 
 
 def _rounds_between(scene: Scene) -> int:
@@ -74,18 +66,23 @@ def _whole(scene: Scene) -> Timeline:
     if isinstance(exchange, ParameterMean):
         if exchange.through:
             return _averaging_servers(scene, exchange, exchange.through)
-        way = _coded(scene.network.all_reduce(scene.hosts, algorithm), exchange.sent)
+        way = scene.network.average(scene.hosts, algorithm).part(exchange.sent)
         return averaging(scene, device_steps(scene), way, exchange.period, exchange.post_local)
     if not isinstance(exchange, GradientSum):
         return averaging(scene, device_steps(scene), Way(), scene.assumptions.steps, 0)
     steps = device_steps(scene, exchange.by_speed)
-    if exchange.central:
-        way = scene.network.all_reduce(scene.hosts, "ring")
-        return synchronous(scene, steps, way, overlap=False, parts=scene.workers)
-    way = scene.network.all_reduce(scene.hosts, algorithm)
     several = len({host.name for host in scene.hosts}) > 1
     overlap = exchange.overlap and (several or scene.cluster.device != "cpu")
-    return synchronous(scene, steps, _coded(way, exchange.sent) if several else way, overlap)
+    if exchange.parts > 1:
+        way = scene.network.divided(scene.hosts, algorithm, exchange.parts, exchange.gathers)
+        return by_units(scene, steps, way.part(exchange.sent), overlap)
+    way = scene.network.all_reduce(scene.hosts, "ring" if exchange.central else algorithm)
+    if scene.network.one_memory(scene.hosts) and scene.workers > 1:
+        # Gradients are written, a part of all is read and its sum written, and all is read.
+        way = replace(way, moved=(3 * scene.workers - 2) / (2 * scene.workers))
+    if exchange.central:
+        return synchronous(scene, steps, way, overlap=False, parts=scene.workers)
+    return synchronous(scene, steps, way.part(exchange.sent) if several else way, overlap)
 
 
 def _averaging_servers(scene: Scene, mean: ParameterMean, terms: ServerTerms) -> Timeline:
@@ -132,17 +129,49 @@ def _measured(timeline: Timeline, span: int) -> Measured:
     return Measured(span, train_s, float(lasts.min()), 0.0)
 
 
+def _between(scene: Scene, hosts: Sequence[Host], side_by_side: int) -> Way:
+    """Returns the way of what ranks exchange that hold the same slice of several replicas."""
+    exchange, algorithm = scene.behaviour.exchange, scene.assumptions.algorithm
+    if isinstance(exchange, GradientSum) and exchange.parts > 1:
+        return scene.network.divided(hosts, algorithm, exchange.parts, exchange.gathers, side_by_side)
+    if isinstance(exchange, ParameterMean):
+        return scene.network.average(hosts, algorithm, side_by_side)
+    return scene.network.all_reduce(hosts, algorithm, side_by_side)
+
+
 def _sliced(scene: Scene) -> Timeline:
     """Simulates replicas whose layers devices divide: each device exchanges its slice with those that hold the same."""
     devices, steps, every = scene.behaviour.devices, sliced_steps(scene), _rounds_between(scene)
     firsts = scene.hosts[::devices]
     side_by_side = sum(host.name == firsts[0].name for host in scene.hosts[:devices])
-    way = scene.network.all_reduce(firsts, scene.assumptions.algorithm, side_by_side)
-    of_slice = way.part(1 / devices)
+    of_slice = _between(scene, firsts, side_by_side).part(sliced(scene.model, devices).held)
     alone = replace(scene, hosts=firsts)
     if every > 1:
-        return on_devices(averaging(alone, steps, of_slice, every, 0), devices)
-    return on_devices(synchronous(alone, steps, of_slice, overlap=False), devices)
+        timeline = averaging(alone, steps, of_slice, every, 0)
+    else:
+        exchange = scene.behaviour.exchange
+        parts = exchange.parts if isinstance(exchange, GradientSum) else 1
+        timeline = synchronous(alone, steps, of_slice, overlap=False, parts=parts)
+    return on_devices(with_sums(scene, timeline), devices)
+
+
+def _sliced_stages(scene: Scene, stages: Stages) -> Timeline:
+    """Simulates pipelines whose stages are several devices each, which divide its layers and do the same."""
+    count = stages.slices
+    hosts = scene.hosts[::count]
+    way = max((way for way in inside_ways(scene, count)), key=lambda way: way.s_per_byte)
+    layout = sliced(scene.model, count)
+    alone = replace(
+        scene,
+        model=sliced_model(scene.model, layout, way),
+        hosts=hosts,
+        behaviour=replace(scene.behaviour, division=replace(stages, slices=1)),
+        memo={},
+    )
+    timeline = staged(alone, _rounds_between(scene))
+    # Each stage sums what its own layers do.
+    timeline = with_sums(scene, timeline, count, 1 / stages.devices)
+    return replace(on_devices(timeline, count), passes=timeline.passes)
 
 
 def _served_parts(scene: Scene, terms: ServerTerms) -> Timeline:
@@ -171,34 +200,3 @@ def _served_parts(scene: Scene, terms: ServerTerms) -> Timeline:
     # Of the time that a replica computes, each rank is busy for its own part, and waits for the others meanwhile.
     updates = np.bincount(timeline.worker, timeline.update_s, scene.workers)
     return replace(timeline, busy_s=updates + (timeline.busy_s - updates) * busy.reshape(-1))
-
-
-def sliced_steps(scene: Scene) -> Sequence[DeviceStep]:
-    """Returns what a step of replicas takes whose layers are divided over devices.
-
-    A layer is taken to be divided evenly, and each pair of layers to need an all-reduce of its output in forward, and
-    one in backward (Megatron's columns, then rows).
-
-    Raises:
-        UsageError: the layers are not known.
-    """
-    devices = scene.behaviour.devices
-    sliced = []
-    for replica, step in enumerate(device_steps(scene)):
-        if not step.layers:
-            raise UsageError(
-                "tensor_parallel exchanges what is between layers, and the model's file has no layers; profile the "
-                "model, or write [[layers]]"
-            )
-        hosts = scene.hosts[replica * devices : (replica + 1) * devices]
-        way = scene.network.all_reduce(hosts, scene.assumptions.algorithm)
-        crossing_s = sum(way.seconds(layer.crossing_bytes) for layer in step.layers[1::2])
-        sliced.append(
-            DeviceStep(
-                step.forward_s / devices + crossing_s,
-                step.backward_s / devices + crossing_s,
-                step.optimizer_s / devices,
-                step.fixed_s,
-            )
-        )
-    return sliced

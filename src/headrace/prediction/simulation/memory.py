@@ -8,6 +8,7 @@ from __future__ import annotations
 from headrace.errors import InfeasiblePlan
 from headrace.policies.behaviour import GradientSum, ParameterMean, ServerTerms, Stages
 from headrace.prediction.simulation.scene import Scene
+from headrace.prediction.simulation.slices.steps import sliced
 from headrace.prediction.simulation.staged import micro_batch, stages_of
 from headrace.spec.cluster import Host
 
@@ -21,13 +22,25 @@ def device_bytes(scene: Scene) -> int:
         _, needed, _ = stages_of(scene)
         ranks = [0] * division.devices
         for stage, cost in enumerate(needed):
-            ranks[scene.schedule.rank_of(stage)] += cost.bytes
+            ranks[scene.schedule.rank_of(stage)] += cost.bytes // division.slices
         if not any(cost.parameter_bytes for cost in needed):
             ranks = [held + model.copies * trained // len(ranks) for held in ranks]
         return max(ranks) + _workspace(scene, micro_batch(scene))
     activations = _saved(scene, max(scene.shares()))
+    exchange = scene.behaviour.exchange
+    if isinstance(exchange, GradientSum) and exchange.parts > 1:
+        # Besides its parts, a worker has the largest unit and its gradient, whole.
+        sizes = [layer.parameter_bytes for layer in model.layers]
+        slices = division.devices if division else 1
+        whole = 2 * max(sizes, default=model.parameter_bytes) // slices
+        state = model.parameter_bytes + (model.copies - 1) * trained
+        return state // (exchange.parts * slices) + whole + activations // slices
     if division:
-        return (model.copies * trained + activations) // division.devices + frozen
+        return (
+            round(model.copies * trained * sliced(model, division.devices).held)
+            + activations // division.devices
+            + frozen
+        )
     return frozen + activations + round(trained * _copies(scene))
 
 

@@ -136,6 +136,10 @@ class Network:
         ranks = len(hosts)
         if ranks < 2:
             return Way()
+        if self.one_memory(hosts):
+            # A rank writes what it has and reads the sum, of more than two also the part that it adds up.
+            way = _FLAT.get(algorithm, ring)(ranks, self._bus(hosts[0]))
+            return replace(way, moved=1.0 if ranks == 2 else 1.5)
         different = list({host.name: host for host in hosts}.values())
         most = max(Counter(host.name for host in hosts).values())
         inside = max((self._bus(host) for host in different), key=lambda way: way.s_per_byte)
@@ -153,6 +157,33 @@ class Network:
         outer = of_hosts(len(different), across)
         # The ranks of a host send its sum through its card, each a part of it.
         return ring(most, inside).then(replace(outer, moved=outer.moved / most)) if most > 1 else outer
+
+    def one_memory(self, hosts: Sequence[Host]) -> bool:
+        """Whether processes on these hosts exchange in memory that they share."""
+        return self._cluster.device == HOST and len({host.name for host in hosts}) == 1
+
+    def average(self, hosts: Sequence[Host], algorithm: str, side_by_side: int = 1) -> Way:
+        """Returns an all-reduce of parameters; in memory that processes share each adds up a part."""
+        way, ranks = self.all_reduce(hosts, algorithm, side_by_side), len(hosts)
+        return replace(way, moved=(ranks - 1) / ranks) if self.one_memory(hosts) and ranks > 1 else way
+
+    def divided(self, hosts: Sequence[Host], algorithm: str, parts: int, gathers: int, side_by_side: int = 1) -> Way:
+        """Returns the ways of bytes of which each of so many ranks has a part, and other replicas the same parts.
+
+        They are gathered so often, summed to parts, and each part is summed over the replicas.
+        """
+        groups = [hosts[first : first + parts] for first in range(0, len(hosts), parts)]
+        # An all-reduce is a sum to parts, and a gather.
+        inside = max((self.all_reduce(group, algorithm, side_by_side) for group in groups), key=lambda w: w.s_per_byte)
+        # All ranks of a replica sum over the others at the same time.
+        mates = min(parts, sum(host.name == hosts[0].name for host in hosts[:parts]))
+        across = self.all_reduce(hosts[::parts], algorithm, side_by_side * mates).part(1 / parts)
+        moved = (1 + gathers) * (parts - 1) / parts
+        if self.one_memory(hosts):
+            moved = gathers * (1 + 1 / parts) / 2 + 1
+        half = (1 + gathers) / 2
+        both = Way(half * inside.latency_s, half * inside.s_per_byte, moved if parts > 1 else 0.0)
+        return both.then(across)
 
     def _slowest(self, hosts: Sequence[Host], side_by_side: int) -> Way:
         """Returns the slowest way of a ring of hosts."""

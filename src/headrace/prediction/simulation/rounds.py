@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from headrace.collectives.base import Collective
 from headrace.collectives.multi_host import MultiHostGroup
 from headrace.devices import HOST
+from headrace.policies.behaviour import GradientSum
 from headrace.policies.period import AutoPeriod, Measured, first_period, next_period
 from headrace.prediction.simulation.network import Way
 from headrace.prediction.simulation.scene import DeviceStep, Scene, Seconds
@@ -68,6 +69,29 @@ def synchronous(scene: Scene, steps: Sequence[DeviceStep], way: Way, overlap: bo
     ended = np.cumsum(done + update_s.max(axis=1))
     exchange_s = done[:, None] - computed
     timeline = of_rounds(np.broadcast_to(ended[:, None], computed.shape), computed, exchange_s, update_s)
+    return replace(timeline, moved_bytes=2 * way.moved * size)
+
+
+def by_units(scene: Scene, steps: Sequence[DeviceStep], way: Way, overlap: bool) -> Timeline:
+    """Simulates rounds in which a unit is gathered before it runs, and its gradients are summed after it has run.
+
+    With `overlap` all but the first and the last unit's are under way while others run; a layer is taken for a unit.
+    """
+    times = replica_steps(scene, steps)
+    computed, size = times.forward_s + times.backward_s, scene.model.parameter_bytes
+    units = max(1, len(scene.model.layers))
+    # Each gather and each sum is a message of its own.
+    sent_s = units * way.seconds(size / units)
+    slowest = computed.max(axis=1)
+    done = slowest + sent_s
+    if overlap:
+        done = np.maximum(slowest, sent_s) + sent_s / units
+    if scene.cluster.device != HOST:
+        done = done + _memory_s(scene, way, size, np.maximum(0.0, slowest + sent_s - done))
+    parts = scene.behaviour.exchange.parts if isinstance(scene.behaviour.exchange, GradientSum) else 1
+    update_s = times.update_s / parts
+    ended = np.cumsum(done + update_s.max(axis=1))
+    timeline = of_rounds(np.broadcast_to(ended[:, None], computed.shape), computed, done[:, None] - computed, update_s)
     return replace(timeline, moved_bytes=2 * way.moved * size)
 
 
@@ -156,12 +180,14 @@ def gossip(scene: Scene, steps: Sequence[DeviceStep], topology: str, period: int
     random = np.random.default_rng([scene.assumptions.seed, 7])
     hosts, size, now = scene.hosts, scene.model.trainable_bytes, np.zeros(workers)
     ended, exchange_s, sent = np.zeros((rounds, workers)), np.zeros((rounds, workers)), 0
+    shared = scene.network.one_memory(hosts)
     for step in range(rounds):
         now = now + local_s[step]
         if (step + 1) % period == 0 and workers > 1:
             before = now
             pairs = _neighbours(topology, workers, random)
-            sent += pairs.shape[0]
+            # In memory that all share one copy is for all neighbours.
+            sent += pairs.shape[0] + (1 if shared else pairs.shape[0])
             for others in pairs:
                 ways = [scene.network.between(hosts[other], host) for host, other in zip(hosts, others, strict=True)]
                 # One after the other: they come through one card.
@@ -169,7 +195,7 @@ def gossip(scene: Scene, steps: Sequence[DeviceStep], topology: str, period: int
             exchange_s[step] = now - before
         ended[step] = now
     timeline = of_rounds(ended, times.forward_s + times.backward_s, exchange_s, times.update_s)
-    return replace(timeline, moved_bytes=2 * size * sent / rounds)
+    return replace(timeline, moved_bytes=size * sent / rounds)
 
 
 def _neighbours(topology: str, workers: int, random: np.random.Generator) -> NDArray[np.int64]:

@@ -12,8 +12,9 @@ import numpy as np
 
 from headrace.devices import HOST
 from headrace.errors import InfeasiblePlan, UsageError
-from headrace.policies.behaviour import Behaviour
+from headrace.policies.behaviour import Behaviour, GradientSum, Slices, Stages
 from headrace.prediction.assumptions import FASTEST_TCP_BYTES_PER_S, Assumptions
+from headrace.prediction.bands import BANDS, Band
 from headrace.prediction.cloud import cluster_of
 from headrace.prediction.plausibility import doubtful_units
 from headrace.prediction.profiling.origin import require_usable
@@ -22,6 +23,7 @@ from headrace.prediction.simulation.event_files import write
 from headrace.prediction.simulation.failures import Reliability, reliability
 from headrace.prediction.simulation.memory import device_bytes, limit_bytes, require_fit, server_bytes
 from headrace.prediction.simulation.scene import Scene, place, spread_of
+from headrace.prediction.simulation.slices.steps import slices_note
 from headrace.prediction.simulation.timeline import Timeline
 from headrace.report.format import percent, plural
 from headrace.report.model.predicted import PredictedRun
@@ -53,6 +55,7 @@ class Prediction:
         efficiency: examples a second, over those of as many devices that each work alone on their part of a batch.
         reliability: what failures do; None if the hosts never fail.
         notes: what was assumed, and what a reader must know.
+        band: between which factors of the rate a measured one is expected.
         timeline: what each process did when.
 
     Examples:
@@ -76,6 +79,7 @@ class Prediction:
     server_bytes: int
     reliability: Reliability | None
     notes: tuple[str, ...]
+    band: Band
     timeline: Timeline = field(repr=False)
 
     @property
@@ -233,6 +237,7 @@ def predicted(strategy: Strategy, scene: Scene, timeline: Timeline, needed: int)
         server_bytes=server_bytes(scene) if scene.servers else 0,
         reliability=reliability(list(used.values()), assumed.checkpoint_s, assumed.restart_s),
         notes=(*timeline.notes, *assumed_notes(scene)),
+        band=band_of(scene),
         timeline=timeline,
     )
 
@@ -252,12 +257,32 @@ def _alone_s(scene: Scene) -> float:
     return len(rates) / sum(rates)
 
 
+def band_of(scene: Scene) -> Band:
+    """Returns how far off predictions of such a kind were; twice as far where the profile's machine was not idle."""
+    exchange, division = scene.behaviour.exchange, scene.behaviour.division
+    summed = isinstance(exchange, GradientSum) and exchange.parts == 1
+    kind = "other"
+    if scene.cluster.device == HOST:
+        kind = "other" if isinstance(division, Slices) else "cpu"
+    elif isinstance(division, Stages) and division.slices == 1:
+        kind = "pipeline"
+    elif division is None and (summed or exchange is None):
+        varied = scene.model.compute is not None and scene.model.compute.varied
+        kind = "hosts" if len(scene.crowds) > 1 else "varied" if varied else "host"
+    band = BANDS[kind]
+    return band.wider(2, "measured on a machine that was not idle") if scene.model.origin.get("disturbed") else band
+
+
 def assumed_notes(scene: Scene) -> tuple[str, ...]:
     """Returns a note of what the prediction depends on and nobody has said, with its values, or none."""
     assumed, cluster, said = scene.assumptions, scene.cluster, []
     profile, device = scene.model.compute, cluster.device
     if assumed.spread is None and (profile is None or profile.spread is None):
         said.append(f"steps that vary by {percent(spread_of(scene.model, assumed))} (spread)")
+    division = scene.behaviour.division
+    slices = division.slices if isinstance(division, Stages) else division.devices if division else 1
+    if slices > 1 and (note := slices_note(scene.model, slices)):
+        said.append(note)
     counts = Counter(host.name for host in (*scene.hosts, *scene.servers))
     if scene.behaviour.exchange is None and scene.behaviour.division is None:
         counts = Counter()

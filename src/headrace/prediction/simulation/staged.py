@@ -15,7 +15,7 @@ import numpy as np
 from headrace.errors import UsageError
 from headrace.pipeline.partition import Terms, costs, read, split
 from headrace.pipeline.schedules.schedule import PipelineSchedule, held_by_stage, in_flight
-from headrace.policies.behaviour import Stages
+from headrace.policies.behaviour import GradientSum, ParameterMean, Stages
 from headrace.prediction.simulation.network import Way
 from headrace.prediction.simulation.scene import Scene, Seconds
 from headrace.prediction.simulation.sweep import StageTimes, Swept, busy_seconds, program, sweep
@@ -215,7 +215,13 @@ def between_replicas(scene: Scene, rank: int) -> Way:
     ranks = scene.schedule.ranks
     hosts = scene.hosts[rank::ranks]
     first = [host.name for host in scene.hosts[:ranks]]
-    return scene.network.all_reduce(hosts, scene.assumptions.algorithm, side_by_side=first.count(hosts[0].name))
+    side_by_side, exchange = first.count(hosts[0].name), scene.behaviour.exchange
+    if isinstance(exchange, GradientSum) and exchange.parts > 1:
+        terms = exchange.parts, exchange.gathers
+        return scene.network.divided(hosts, scene.assumptions.algorithm, *terms, side_by_side)
+    if isinstance(exchange, ParameterMean):
+        return scene.network.average(hosts, scene.assumptions.algorithm, side_by_side)
+    return scene.network.all_reduce(hosts, scene.assumptions.algorithm, side_by_side)
 
 
 def _passes(step: int, rank: int, schedule: PipelineSchedule, swept: Swept) -> Passes:

@@ -20,6 +20,8 @@ _FIXED = ("optimizer_ms", "fixed_ms", "accumulate_ms", "spread", "varied_lengths
 _MODEL = ("name", "dtype", "copies", "flops_per_example", *_SIZES, *_STEP, *_FIXED, "measured", "layers")
 # Far above what there is: 100 trillion parameters, or 1 EFLOP for an example.
 _MOST_PARAMETERS, _MOST_FLOPS = 1e14, 1e18
+# Four times the peak of the quickest device of 2026 in half precision.
+_MOST_DEVICE_FLOPS = 1e16
 
 
 def read(path: Path | str) -> ModelSpec:
@@ -58,6 +60,15 @@ def _written(document: Mapping[str, Any]) -> ModelSpec:
             "nothing says how long a step takes; give batch_size and examples_per_s, or batch_size, forward_ms and "
             "backward_ms, or flops_per_example"
         )
+    for batch in compute.batches if compute else ():
+        # Backward makes two gradients where forward makes one output.
+        attained = 3 * flops * batch.examples / (batch.forward_s + batch.backward_s)
+        if attained > _MOST_DEVICE_FLOPS:
+            raise UsageError(
+                f"a batch of {batch.examples} with flops_per_example = {flops:g} in "
+                f"{1e3 * (batch.forward_s + batch.backward_s):g} ms is {attained / 1e12:,.0f} TFLOP/s, forward and "
+                f"twice as much backward, and no device does {_MOST_DEVICE_FLOPS / 1e12:,.0f}; correct one of them"
+            )
     return ModelSpec(
         parameters,
         layers=compute.batches[0].layers if compute else (),

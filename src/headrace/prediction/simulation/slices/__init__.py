@@ -1,0 +1,1 @@
+"""Layers that several devices divide."""
