@@ -62,15 +62,17 @@ export const statusText = (status) => NAMES[status] || status;
 
 export function facts(run) {
   const epochs = run.epochs === null ? "" : `, ${short(run.epochs)} epochs`;
+  const goesOn = run.status === "running" && run.step > 0 && run.rounds > run.step;
+  const left = goesOn ? `, about ${duration((run.until_s * (run.rounds - run.step)) / run.step)} left` : "";
   const pairs = [
     ["strategy", `${run.strategy || "–"}${run.workers ? `, ${run.workers} workers` : ""}`],
     ["device", run.threads ? `${run.device}, ${run.threads} thread${run.threads === 1 ? "" : "s"}` : run.device || "–"],
     ["global batch", short(run.batch)],
-    ["steps", `${run.step}${epochs}`],
+    ["steps", `${run.step}${run.rounds ? `/${run.rounds}` : ""}${epochs}`],
     ["examples", run.examples === null ? "being counted" : short(run.examples)],
     ["loss", short(run.loss)],
     [run.status === "running" ? "examples/s now" : "examples/s", short(run.rate)],
-    ["time", duration(run.until_s)],
+    ["time", `${duration(run.until_s)}${left}`],
     ["checkpoints", String(run.checkpoints)],
     ["largest memory", run.peak],
     ["started", run.started_at.replace("T", " ") || "–"],
