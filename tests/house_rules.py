@@ -22,7 +22,7 @@ SIDEWAYS: set[tuple[str, str]] = set()
 
 FRONTS = {"headrace", "headrace.data", "headrace.metrics", "headrace.strategies", "headrace.tasks"}
 """What users import from."""
-ENTRIES = {"headrace.strategies", "headrace.data.sources"}
+ENTRIES = {"headrace.strategies", "headrace.data.sources", "headrace.pipeline.schedules"}
 """One file an entry of a dict, however many there are."""
 
 FORBIDDEN_WORDS = {"common", "helper", "helpers", "manager", "managers", "util", "utils", "v2"}

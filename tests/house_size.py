@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 116_480
+LINES = 118_048
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
-CORE = 14_740
+CORE = 14_910
 """Of the files that docs/architecture.md names as the core."""
 
 CLOSURES = {
-    "data": 800,
-    "data.loading.loader": 6_210,
-    "strategies.one_device": 9_650,
-    "strategies.mirrored": 10_800,
-    "strategies.central_storage": 12_870,
-    "worker.main": 19_810,
-    "engine.local.process": 21_290,
+    "data": 870,
+    "data.loading.loader": 6_280,
+    "strategies.one_device": 9_740,
+    "strategies.mirrored": 10_900,
+    "strategies.central_storage": 12_960,
+    "worker.main": 19_950,
+    "engine.local.process": 21_430,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_860,
-    "api.fit": 32_680,
+    "api.fit": 32_900,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 

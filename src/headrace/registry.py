@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.errors import UsageError
@@ -21,17 +25,21 @@ class Registry(Mapping[str, T]):
     Looking for a name of this package imports that thing alone. Other packages are asked, by the metadata that pip has
     written, for names that are unknown here, and where all names are listed.
 
+    Besides, a place is a name: "mine.py:SlowMo" is what that file calls SlowMo, "package.module:SlowMo" a module.
+
     Args:
         group: of the entry points: `[project.entry-points."headrace.strategies"]` of another package's pyproject.toml.
         places: "module:Name" by name.
+        base: "module:Name" of the class that things of other places are of; "" for any.
+        made: whether they are objects of that class, not classes; a class is then called.
 
     Examples:
         >>> Registry("headrace.strategies", {"mirrored": "headrace.strategies.mirrored:Mirrored"})["mirrored"].name
         'mirrored'
     """
 
-    def __init__(self, group: str, places: Mapping[str, str]) -> None:
-        self.group = group
+    def __init__(self, group: str, places: Mapping[str, str], base: str = "", made: bool = False) -> None:
+        self.group, self._base, self._made = group, base, made
         self.places = dict(sorted(places.items()))
 
     @cached_property
@@ -47,10 +55,18 @@ class Registry(Mapping[str, T]):
         return points
 
     def __getitem__(self, name: str) -> T:
-        thing: T = imported(self.places[name]) if name in self.places else self._load(*self.added[name])
+        if name in self.places:
+            thing: T = imported(self.places[name])
+        elif is_place(name) and self._base:
+            thing = self._checked(name, placed(name))
+        else:
+            thing = self._checked(name, self._load(*self.added[name]))
         return thing
 
     def __contains__(self, name: object) -> bool:
+        """Whether there is such a thing; a place is looked for, and one with nothing of the kind is an error."""
+        if is_place(name) and self._base:
+            return self[str(name)] is not None
         return name in self.places or name in self.added
 
     def __iter__(self) -> Iterator[str]:
@@ -67,6 +83,16 @@ class Registry(Mapping[str, T]):
             things = {place.rpartition(":")[2]: name for name, place in self.places.items()}
         return self[things[thing]] if thing in things else None
 
+    def _checked(self, name: str, thing: Any) -> Any:
+        if not self._base:
+            return thing
+        base = imported(self._base)
+        if isinstance(thing, type) and issubclass(thing, base):
+            return thing() if self._made else thing
+        if self._made and isinstance(thing, base):
+            return thing
+        raise UsageError(f"{name} is {thing!r:.100}, and must be a subclass of {base.__module__}.{base.__name__}")
+
     def _load(self, point: EntryPoint, *others: EntryPoint) -> Any:
         what = f"the entry point {point.name} = {point.value!r} of the group {self.group!r}"
         if others:
@@ -77,6 +103,50 @@ class Registry(Mapping[str, T]):
             raise UsageError(
                 f"{what} cannot be loaded: {type(error).__name__}: {error}; mend or uninstall the package that has it"
             ) from error
+
+
+def is_place(name: object) -> bool:
+    """Returns whether a name says where something is: "mine.py:SlowMo", "package.module:SlowMo"."""
+    return isinstance(name, str) and ":" in name
+
+
+PLACED: dict[str, Any] = {}
+"""What was found at places, by these; workers get it, and need not find the files."""
+FILES: dict[str, ModuleType] = {}
+"""The modules of files that were loaded, by their absolute path."""
+
+
+def placed(place: str) -> Any:
+    """Returns what a place names, and remembers it for workers.
+
+    Raises:
+        UsageError: there is no such file, module or name, or it cannot be imported.
+    """
+    if place not in PLACED:
+        where, _, name = place.rpartition(":")
+        try:
+            module = _loaded(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+            PLACED[place] = getattr(module, name)
+        except (FileNotFoundError, ModuleNotFoundError, AttributeError) as error:
+            raise UsageError(f"{place} cannot be loaded: {error}; write it as file.py:Name or module:Name") from error
+        except (ImportError, SyntaxError, NameError, TypeError, ValueError) as error:
+            raise UsageError(f"{place} cannot be loaded: {type(error).__name__}: {error}; mend {where}") from error
+    return PLACED[place]
+
+
+def _loaded(file: Path) -> ModuleType:
+    path = file.resolve(strict=True)
+    if str(path) not in FILES:
+        spec = importlib.util.spec_from_file_location(f"headrace_file_{len(FILES)}_{path.stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        if str(path.parent) not in sys.path:
+            # For what the file imports from beside it.
+            sys.path.append(str(path.parent))
+        spec.loader.exec_module(module)
+        FILES[str(path)] = module
+    return FILES[str(path)]
 
 
 def imported(place: str) -> Any:

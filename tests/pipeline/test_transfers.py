@@ -15,15 +15,12 @@ from headrace.pipeline.schedules import SCHEDULES, transfers
 from headrace.pipeline.schedules.schedule import Action, PassKind, PipelineSchedule
 from headrace.pipeline.schedules.transfers import Program, Transfer, check_schedule, programs
 from headrace.strategies import pipeline
+from pipeline.shapes import chunks_of
 from strategies.contract_runs import CLUSTER, MODEL
 
 Edges = Collection[tuple[int, int]]
 Batch = tuple[Transfer, ...]
 GRADIENTS = (PassKind.BACKWARD, PassKind.BACKWARD_INPUT)
-
-
-def chunks_of(name: str) -> tuple[int, ...]:
-    return (2, 3) if SCHEDULES[name](1, 1, 2).stages() > 1 else (1,)
 
 
 def chain(stages: int) -> Edges:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import headrace as hr
+from headrace.testing.strategies import StrategyContract as Row
 from strategies import references
-from strategies.contract_checks import Row
 from strategies.contract_models import MODELS, VARIANTS, Case
 from strategies.hosts_models import CASES as STAGED
 from strategies.test_contract import KINDS

@@ -18,10 +18,10 @@ import torch
 
 import headrace as hr
 from engine.ranks import say
+from headrace.testing.strategies import StrategyContract as Row
 from simulated.accelerator import on_device
 from simulated.cells import CASES, CELLS, as_on_cpus
 from strategies import references
-from strategies.contract_checks import Row
 from strategies.contract_models import COUNTS
 from strategies.contract_runs import Outcome, by_hand, distance, outcome_of
 from strategies.contract_runs import train as in_threads

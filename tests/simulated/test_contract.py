@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from headrace.testing.strategies import DOUBLE
 from simulated.cells import CELLS, LEVELS, cases_of
 from simulated.cluster import COMPILES, on_hosts
-from strategies.contract_checks import DOUBLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not COMPILES, reason="no C++ compiler here, for the devices")]
 

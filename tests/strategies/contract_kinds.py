@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import headrace as hr
-from strategies.contract_checks import MATRICES, Row
+from headrace.testing.strategies import StrategyContract as Row
 from strategies.contract_models import LAYERS, SEQUENCES
+
+MATRICES = frozenset({"muon", "muon-one-matrix", "muon-schedule", "adafactor"})
+"""Variants whose optimizers look at whole matrices."""
+
+STATISTICS = frozenset({"statistics"})
+"""Of normalisation: each worker has its own, and one device those of the whole batch."""
 
 HYBRIDS = {
     "replicas divided along the sequence": Row(

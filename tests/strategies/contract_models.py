@@ -6,7 +6,6 @@ Everything that is sent to a worker process lives here, because a process can im
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,33 +14,69 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headrace as hr
+from headrace.testing.jobs import (
+    ADAM,
+    BATCH,
+    RARE_EVERY,
+    SGD,
+    SYNC,
+    Case,
+    Convolutional,
+    Partial,
+    asking,
+    cross_entropy,
+    dense,
+    heavy_classes,
+    images,
+    linear,
+    vectors,
+)
 
-BATCH = 4
+__all__ = [
+    "ADAM",
+    "BATCH",
+    "COUNTS",
+    "LAYERS",
+    "MODELS",
+    "RARE_EVERY",
+    "SEQUENCES",
+    "SGD",
+    "SYNC",
+    "VARIANTS",
+    "Attending",
+    "Bang",
+    "Buffered",
+    "Case",
+    "Convolutional",
+    "Doubling",
+    "Idle",
+    "Partial",
+    "Recurrent",
+    "Stacked",
+    "Tied",
+    "TwoHeads",
+    "asking",
+    "by_dimensions",
+    "by_name",
+    "cross_entropy",
+    "dense",
+    "explode_in_the_second_round",
+    "first_head",
+    "heavy_classes",
+    "images",
+    "linear",
+    "matrices",
+    "normalised",
+    "padded_text",
+    "sequences",
+    "text",
+    "vectors",
+    "verb_by_verb",
+    "without_padding",
+]
+
 COUNTS = {"even": 8, "uneven": 11, "tiny": 9}
 """Examples a data set, in batches of 4: the last has 4, 3, or 1, which leaves nothing for a second worker."""
-
-RARE_EVERY = 7
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
-ADAM = partial(torch.optim.Adam, lr=0.01)
-
-
-class Convolutional(nn.Module):
-    """Two BatchNorm layers: statistics of the whole global batch, forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            # Without a bias, whose gradient would be what rounding leaves of 0, and Adam takes any number for a sign.
-            nn.Conv2d(1, 3, 2, bias=False),
-            nn.BatchNorm2d(3),
-            nn.ReLU(),
-            nn.Conv2d(3, 2, 2, bias=False),
-            nn.BatchNorm2d(2),
-        )
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x).flatten(1))
 
 
 class TwoHeads(nn.Module):
@@ -149,35 +184,6 @@ class Stacked(nn.Module):
         return self.head(x).transpose(1, 2)
 
 
-def linear() -> nn.Module:
-    return nn.Linear(4, 3)
-
-
-class Partial(nn.Module):
-    """Uses `extra` only where an example asks for it: some shares of a batch do, and some batches do not at all.
-
-    Args:
-        body: what every example goes through.
-    """
-
-    def __init__(self, body: Callable[[], nn.Module] = linear) -> None:
-        super().__init__()
-        self.body = body()
-        self.extra = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output, asks = self.body(x), asking(x)
-        return output + asks[:, None] * self.extra(x) if asks.any() else output
-
-
-def asking(x: Tensor) -> Tensor:
-    return x[:, 0] > 5
-
-
-def dense() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-
-
 def normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (3, 2)), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(6, 3))
 
@@ -186,18 +192,8 @@ def matrices() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False))
 
 
-def vectors(count: int) -> tuple[Tensor, Tensor]:
-    x = torch.randn(count, 4)
-    x[::RARE_EVERY, 0] = 6.0
-    return x, torch.randint(0, 3, (count,))
-
-
 def sequences(count: int) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 7, 4), torch.randint(0, 3, (count, 7))
-
-
-def images(count: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(count, 1, 4, 4), torch.randint(0, 3, (count,))
 
 
 def text(count: int) -> tuple[Tensor, Tensor]:
@@ -212,10 +208,6 @@ def padded_text(count: int) -> tuple[Tensor, Tensor]:
     return characters, torch.where(torch.arange(5) < lengths[:, None], target, -1)
 
 
-def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output, target)
-
-
 def first_head(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     return F.cross_entropy(output[0], target)
 
@@ -225,54 +217,6 @@ def without_padding(output: Tensor, target: Tensor) -> hr.Mean:
     each = F.cross_entropy(output, target.clamp(min=0), reduction="none")
     return hr.Mean((each * real).sum(), real.sum())
 
-
-def heavy_classes(output: Tensor, target: Tensor) -> hr.Mean:
-    weights = target.to(output.dtype)
-    return hr.Mean((F.cross_entropy(output, target, reduction="none") * weights).sum(), weights.sum())
-
-
-@dataclass(frozen=True)
-class Case:
-    """A job but for its type, optimizer and number of examples.
-
-    Attributes:
-        model: builds it.
-        data: count to (inputs, target).
-        loss: as in a job.
-        optimizer: unless the test takes another.
-        options: as in a job.
-    """
-
-    model: Callable[[], nn.Module]
-    data: Callable[[int], tuple[Tensor, Tensor]] = vectors
-    loss: Callable[..., Any] = cross_entropy
-    optimizer: Callable[..., Any] = SGD
-    options: hr.Options = field(default_factory=hr.Options)
-
-    def job(
-        self, count: int, dtype: torch.dtype = torch.float64, optimizer: Callable[..., Any] | None = None
-    ) -> hr.Job:
-        """Returns the job; the same one for the same arguments."""
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(1)
-            model = self.model().to(dtype)
-            data, eval_data = (
-                tuple(t.to(dtype) if t.is_floating_point() else t for t in self.data(n)) for n in (count, 7)
-            )
-        return hr.Job(
-            model=model,
-            loss=self.loss,
-            optimizer=optimizer or self.optimizer,
-            data=data,
-            eval_data=eval_data,
-            global_batch_size=BATCH,
-            epochs=3,
-            seed=3,
-            options=self.options,
-        )
-
-
-SYNC = hr.Options(batch_norm="sync")
 
 MODELS: Mapping[str, Case] = {
     "mlp": Case(dense),

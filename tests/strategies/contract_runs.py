@@ -16,17 +16,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import headrace as hr
 from collectives.seats import together
 from headrace.api.checks import inspect_job
-from headrace.api.verification.left import losses_of
 from headrace.collectives.base import Collective
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
 from headrace.engine.base import Engine
-from headrace.modules import frozen_until
 from headrace.pipeline.stage import TracedModel
 from headrace.pipeline.trace.tracing import trace
 from headrace.spec.cluster import Cluster, Host
@@ -37,6 +34,8 @@ from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, WorkerContext
 from headrace.strategies.context import ModelProbe
+from headrace.testing.references import ReferenceResult as Outcome
+from headrace.testing.references import by_hand, distance, outcome_of
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Replica
 from headrace.training.optimizer import StatePiece
@@ -74,21 +73,6 @@ MODEL = ModelSpec(
 )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What came out of a training.
-
-    Attributes:
-        tensors: the trained model's parameters and buffers.
-        losses: of each round, the mean over the global batch.
-        metrics: of the last evaluation.
-    """
-
-    tensors: Mapping[str, Tensor]
-    losses: Sequence[float]
-    metrics: Mapping[str, float]
-
-
 def carried(plan: Plan) -> Plan:
     """Returns the plan after its way through JSON."""
     return from_plain(Plan, json.loads(json.dumps(to_plain(plan))))
@@ -105,91 +89,6 @@ def train(
     with tempfile.TemporaryDirectory() as folder:
         begin = hr.fit if loop is None else partial(hr.launch, loop)
         return outcome_of(begin(job, strategy, device="cpu", run_dir=Path(folder), engine=engine, check=False))
-
-
-def outcome_of(run: hr.Run) -> Outcome:
-    """Returns what came out of a run."""
-    return Outcome(run.model.state_dict(), losses_of(run), run.metrics)
-
-
-def by_hand(job: hr.Job) -> Outcome:
-    """Trains with a loop of plain PyTorch, over the same global batches."""
-    module = copy.deepcopy(job.model)
-    assert isinstance(module, torch.nn.Module)
-    assert job.loss is not None
-    named = list(module.named_parameters())
-    options = job.options
-    optimizer = job.optimizer(named)
-    scheduler = options.schedule(optimizer) if options.schedule else None
-    averaged = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(options.ema_decay or 0))
-    loader = Loader(as_pipeline(job.data)[0], job.seed, job.global_batch_size, (1,), 0)
-    every = loader.rounds_per_epoch if options.schedule_every == "epoch" else 1
-    losses = []
-    for round_, share in enumerate(islice(loader.rounds(), (job.epochs or 0) * loader.rounds_per_epoch)):
-        optimizer.zero_grad()
-        losses.append(float(differentiated(job, module, *share.batch)))
-        for name, epoch in frozen_until(module).items():
-            if share.epoch < epoch:
-                module.get_parameter(name).grad = None
-        if options.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(module.parameters(), options.clip_value)
-        if options.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(module.parameters(), options.clip_norm)
-        rates = [group["lr"] for group in optimizer.param_groups]
-        if round_ < options.warmup:
-            for group in optimizer.param_groups:
-                group["lr"] *= (round_ + 1) / options.warmup
-        optimizer.step()
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        averaged.update_parameters(module)
-        if scheduler and (round_ + 1) % every == 0:
-            scheduler.step()
-    return Outcome((averaged.module if options.ema_decay else module).state_dict(), losses, {})
-
-
-def differentiated(job: hr.Job, module: torch.nn.Module, inputs: Tensor, target: Tensor) -> Tensor:
-    """Leaves the gradients of one global batch in `.grad`, micro-batch by micro-batch; returns its mean loss."""
-    assert job.loss is not None
-    pieces = min(job.options.accumulate, len(inputs))
-    totals, weights = [], []
-    for x, y in zip(inputs.tensor_split(pieces), target.tensor_split(pieces), strict=True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=job.options.precision == "bf16"):
-            loss = job.loss(module(x), y)
-        if not isinstance(loss, hr.Mean):
-            if pieces == 1:
-                loss.backward()
-                return loss.detach()
-            (loss * len(x) / len(inputs)).backward()
-            totals.append(loss.detach() * len(x))
-            weights.append(len(x))
-            continue
-        # What weighs nothing says nothing.
-        part = loss.total / loss.weight if loss.weight else loss.total * 0
-        (loss.total if pieces > 1 else part).backward()
-        totals.append(loss.total.detach())
-        weights.append(float(loss.weight))
-    weight = sum(weights)
-    if pieces == 1:
-        return totals[0] / weight if weight else totals[0] * 0
-    if isinstance(loss, hr.Mean):
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(weight).nan_to_num_()
-    return torch.stack(totals).sum() / weight if weight else totals[0] * 0
-
-
-def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """Returns the largest |a - b| / max(1, |b|) over all elements: absolute below 1, relative above."""
-    assert one.keys() == other.keys()
-    assert all(one[name].dtype == other[name].dtype and one[name].shape == other[name].shape for name in one)
-    apart = [
-        ((one[name].double() - b.double()).abs() / b.double().abs().clamp(min=1)).max()
-        for name, b in other.items()
-        if b.numel()
-    ]
-    # A NaN is no distance; torch's max keeps it and Python's might not.
-    return float(torch.stack(apart).max())
 
 
 @dataclass(frozen=True)

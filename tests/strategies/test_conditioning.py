@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 
-from strategies.contract_checks import MOMENTUM, job_of
+from headrace.testing.strategies import MOMENTUM, job_of
 from strategies.contract_models import Case, dense
 from strategies.contract_runs import distance
 from strategies.test_contract import KINDS
@@ -21,7 +21,7 @@ MOVED, MOST_MAGNIFIED = 1e-12, 20.0
 def test_no_row_magnifies_rounding(kind: str) -> None:
     """Processors round sums differently: of a row that magnifies that, `DOUBLE` would say nothing."""
     row = KINDS[kind]
-    job = row.takes(job_of(Case(dense, optimizer=MOMENTUM)))
+    job = row.takes(job_of(Case(dense, optimizer=MOMENTUM), rounds=3, epochs=3))
     assert isinstance(job.model, torch.nn.Module)
     moved = copy.deepcopy(job.model)
     with torch.random.fork_rng(devices=[]), torch.no_grad():

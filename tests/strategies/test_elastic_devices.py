@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from headrace.testing.strategies import DOUBLE
 from simulated.cluster import Ended, on_hosts
-from strategies.contract_checks import DOUBLE
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,12 +15,14 @@ from headrace.engine.local.engine import LocalEngine
 from headrace.errors import InfeasiblePlan, RunFailed, UnknownName, UsageError
 from headrace.spec.events import ParametersAveraged
 from headrace.strategies.gossip import neighbours
+from headrace.testing import strategies as contract
+from headrace.testing.strategies import DOUBLE, MOMENTUM
 from strategies import references
-from strategies.contract_checks import DOUBLE, MOMENTUM, job_of
 from strategies.contract_models import ADAM, Case, Convolutional, dense, images
 from strategies.contract_runs import CLUSTER, MODEL, distance, train
 
 THREADS = hr.ThreadEngine()
+job_of = partial(contract.job_of, rounds=3, epochs=3)
 
 
 @pytest.mark.parametrize("topology", ["ring", "hypercube", "random"])

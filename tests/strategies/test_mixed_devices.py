@@ -19,7 +19,7 @@ import torch
 import headrace as hr
 from engine.networks import MASTER, at, network
 from engine.ranks import launcher
-from strategies.contract_checks import DOUBLE
+from headrace.testing.strategies import DOUBLE
 from strategies.contract_models import COUNTS, Case, dense
 from strategies.contract_runs import distance, train
 from warm.programs import PYTHON

@@ -17,6 +17,7 @@ from headrace.pipeline.schedules import SCHEDULES
 from headrace.pipeline.staged import StagedModel
 from headrace.training.exchange import Replica
 from pipeline.rendezvous import Devices, Meeting
+from pipeline.shapes import chunks_of
 from strategies.contract_models import Case
 from strategies.contract_runs import distance, drive, with_replicas
 from strategies.test_pipeline import CASES, DEEP, HOW, ROUNDS, in_stages, job, merged, on_one_device
@@ -36,7 +37,7 @@ def between(case: Case, stages: int, micro_batches: int, **options: object) -> t
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_every_schedule_is_one_device(schedule: str, micro_batches: int, stages: int) -> None:
     """The model has values that go past stages, and the last batch three examples."""
-    chunks = 1 if schedule == "interleaved" and stages > 3 else 2
+    chunks = 1 if 3 in chunks_of(schedule) and stages > 3 else 2
     found, meeting = between(DEEP, stages, micro_batches, schedule=schedule, chunks=chunks)
     assert distance(found, on_one_device(DEEP)) <= 1e-9
     assert distance(found, in_stages(DEEP, stages, micro_batches, schedule=schedule, chunks=chunks)) == 0.0

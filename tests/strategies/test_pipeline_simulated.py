@@ -10,8 +10,8 @@ import pytest
 
 from engine.victims import NOTICED_S
 from headrace.pipeline.schedules import SCHEDULES
+from headrace.testing.strategies import DOUBLE
 from simulated.cluster import on_hosts
-from strategies.contract_checks import DOUBLE
 
 pytestmark = [
     pytest.mark.full,

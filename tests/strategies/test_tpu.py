@@ -23,10 +23,10 @@ from headrace.spec.events import Notice
 from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.strategies.checks import check_device
+from headrace.testing.strategies import DOUBLE
 from headrace.training.fixed_shapes.program import FixedShapes
 from headrace.training.user_code.objective import Objective
 from headrace.worker.session import DeviceGroup
-from strategies.contract_checks import DOUBLE
 from strategies.contract_models import (
     ADAM,
     COUNTS,

@@ -51,6 +51,8 @@ class LocalStepsExchange(Exchange):
         self._local = local
         self._sync = sync
         self.defers = local.defers
+        self.state_keys = sync.state_keys
+        self.updater = local.updater
 
     def begin(self, round_: int) -> None:
         self._local.begin(round_)
@@ -82,7 +84,7 @@ class LocalStepsExchange(Exchange):
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         every = tuple(pieces)
-        self._local.load(every, settings)
+        self._local.load((piece for piece in every if piece.key not in self.state_keys), settings)
         self._sync.load(every, settings)
 
     def scale_rates(self, factor: float) -> None:

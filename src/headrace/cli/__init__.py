@@ -16,6 +16,7 @@ from headrace.cli.command import help_option, option
 from headrace.cli.commands.bench import bench
 from headrace.cli.commands.data import data
 from headrace.cli.commands.doctor import doctor
+from headrace.cli.commands.extending.new import new
 from headrace.cli.commands.launch import launch, separated
 from headrace.cli.commands.launch_files import launch_files
 from headrace.cli.commands.profile import calibrate, plan, profile
@@ -60,6 +61,7 @@ _EXAMPLES = """
   headrace launch script.py --workers 2
   headrace launch-files slurm job.py --workers 8 --hosts 2
   headrace workers add 2 runs/a
+  headrace new strategy slow_mo
 """
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -86,6 +88,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "calibrate": calibrate,
     "bench": bench,
     "doctor": doctor,
+    "new": new,
 }
 """Every command by its name, in the order of `--help`."""
 

@@ -20,6 +20,7 @@ from headrace.devices import AUTO, DEVICES, EXAMPLE, one_each
 from headrace.engine.base import Terminated
 from headrace.errors import RunFailed, UsageError
 from headrace.machine import disk
+from headrace.registry import is_place
 from headrace.spec.call import parse_call, split_calls
 from headrace.spec.options import Checkpoints
 from headrace.strategies.table import SHORT_NAMES, STRATEGIES, unknown_strategy
@@ -84,7 +85,12 @@ JobFile = Annotated[
     Path,
     argument("JOB.py", "A Python file that defines `job` (a Job), or `job(lr=0.1, ...)`, a function that returns one."),
 ]
-StrategyOption = Annotated[str, option("--strategy NAME", "How it is distributed.", autocompletion=complete_strategy)]
+StrategyOption = Annotated[
+    str,
+    option(
+        "--strategy NAME", "How it is distributed; mine.py:Name for one of your own.", autocompletion=complete_strategy
+    ),
+]
 WorkersOption = Annotated[
     int | None,
     option("--workers", "How many processes compute. Default: what the launcher or the machine gives.", min=1),
@@ -192,10 +198,10 @@ TensorBoardOption = Annotated[Path | None, option("--tensorboard DIR", "Write cu
 
 
 def check_strategies(names: Sequence[str]) -> None:
-    """Raises UnknownName for names of no strategy, before torch is imported."""
+    """Raises UnknownName for names of no strategy, before torch is imported; files are read later."""
     known = strategy_names()
     for call in map(parse_call, names):
-        if call.name not in known:
+        if call.name not in known and not is_place(call.name):
             raise unknown_strategy(call.name)
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from headrace.errors import JobError
 from headrace.hooks import hang, hooks_of
+from headrace.registry import FILES, PLACED
 from headrace.shared_memory.layout import on_lines
 from headrace.shared_memory.segment import memory_file, set_length
 
@@ -44,10 +45,12 @@ def pack(value: Any) -> tuple[bytes, int, int]:
 
     Raises JobError where something in it cannot be sent.
     """
+    for module in FILES.values():
+        ship_by_value(module)
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     try:
-        pickler.dump(value)
+        pickler.dump((PLACED, value))
     except Exception as error:  # cloudpickle passes on whatever a user's __reduce__ raises
         raise JobError(
             f"the job cannot be sent to a worker: {type(error).__name__}: {error}; what it refers to must be "
@@ -62,7 +65,9 @@ def unpack(code: bytes, descriptor: int, length: int) -> Any:
     if descriptor >= 0:
         memory = mmap.mmap(descriptor, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         os.close(descriptor)
-    return _Unpickler(io.BytesIO(code), memory).load()
+    placed, value = _Unpickler(io.BytesIO(code), memory).load()
+    PLACED.update(placed)
+    return value
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

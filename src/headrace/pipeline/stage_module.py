@@ -11,6 +11,8 @@ from torch import nn
 from headrace.errors import UsageError
 from headrace.modules import replace_tensors, stateful_modules, without_data
 from headrace.pipeline.channels import Channels, Edge
+from headrace.pipeline.schedules.queues import queue_lengths
+from headrace.pipeline.schedules.schedule import PipelineSchedule
 from headrace.pipeline.stage import Stage
 
 
@@ -86,18 +88,18 @@ class StageModule:
         channels.finish()
 
 
-def edges(stages: Sequence[Stage], placement: Sequence[int]) -> list[Edge]:
-    """Returns the channels that a pipeline needs; `placement` is the rank of each stage."""
+def edges(stages: Sequence[Stage], schedule: PipelineSchedule) -> list[Edge]:
+    """Returns the channels that a pipeline needs, with room for what is on its way in the schedule's order."""
+    placement = schedule.placement()
     # Between the same stages more may cross in evaluation.
     pairs = {
         (producer, stage.index) for stage in stages for run in (stage, stage.evaluated) for producer in run.producers
     }
-    found = []
+    found, slots = [], queue_lengths(schedule, pairs)
     for producer, consumer in sorted(pairs):
-        # As far apart as two stages are, as many micro-batches lie between them, and one is being written.
-        slots, ranks = consumer - producer + 1, (placement[producer], placement[consumer])
-        found.append(Edge(producer, consumer, "values", ranks, slots))
-        found.append(Edge(consumer, producer, "gradients", ranks[::-1], slots))
+        ranks = placement[producer], placement[consumer]
+        found.append(Edge(producer, consumer, "values", ranks, slots.get((producer, consumer), 1)))
+        found.append(Edge(consumer, producer, "gradients", ranks[::-1], slots.get((consumer, producer), 1)))
     tied = {(holders[0], other) for holders in _holders(stages, placement).values() for other in holders[1:]}
     for first, other in sorted(tied):
         found += [Edge(other, first, "tied", (other, first)), Edge(first, other, "tied", (first, other))]

@@ -26,6 +26,9 @@ def parse_call(text: str) -> Call:
     if name == text:
         return Call(text.strip())
     try:
+        if ":" in name:
+            # A place, "mine.py:SlowMo", is no name of Python's.
+            return parse_call(f"place{text[len(name) :]}")._replace(name=name.strip())
         return _call(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError):
         # The parser's own message does not name the remedy.

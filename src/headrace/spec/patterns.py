@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from headrace.errors import UnknownName, UsageError
+
+_NAME = re.compile(r"[\w .:/-]{1,120}")
+
+
+def require_name(name: object) -> None:
+    """Raises a UsageError where a curve or a picture cannot have this name."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UsageError(f"a name has letters, digits, spaces and _ . : / - (at most 120), got {name!r:.140}")
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,8 @@ class WorkerContext:
         sample: returns a batch of the training data's first two examples.
         user_code: what of it sees the model between rounds: "loop", "callbacks".
         weights: what reads what this rank holds of the model's stored values; None where there are none to read.
+        log: `log(name, value, round_)` writes a number of the strategy's own as an event of this rank, which trackers
+            show as a curve.
         inside: of a replica that several ranks hold together, where `module`, `model` and `group` are those of what
             this rank holds; None where each rank has a replica.
     """
@@ -96,6 +98,7 @@ class WorkerContext:
     sample: Callable[[], Any] = tuple
     user_code: frozenset[str] = frozenset()
     weights: StoredValues | None = None
+    log: Callable[[str, Any, int], None] = lambda name, value, round_: None
     inside: ModelParallelGroup | None = None
 
     @cached_property

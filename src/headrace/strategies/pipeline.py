@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from headrace.collectives.base import ProcessGroup
-from headrace.errors import UnknownName, UsageError
+from headrace.devices import HOST
+from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.modules import TRACING
 from headrace.pipeline.buffers import RunningStatistics
 from headrace.pipeline.channels import Channels, MailChannels
@@ -33,7 +34,7 @@ from headrace.policies.behaviour import Behaviour, Stages
 from headrace.policies.roles import MICRO_BATCHES_A_STAGE, require_memory, worker_roles
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, ProfileRequest
-from headrace.spec.plan import Plan, Role, Segment
+from headrace.spec.plan import Plan, Role, Segment, StageCost
 from headrace.strategies.broadcast import broadcast
 from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext, total_of
@@ -54,13 +55,15 @@ class Pipeline(Strategy):
         micro_batches: into how many parts a batch is cut; "auto" for four a stage. A batch with fewer examples has
             fewer.
         schedule: in which order they go through: "gpipe", "1f1b", "zb_h1" and "zb_h2" (1F1B whose weights'
-            gradients are made late), or "interleaved", where each worker has `chunks` stages.
+            gradients are made late); "interleaved" and "breadth_first", where each worker has `chunks` stages;
+            "zb_v", "v_half" and "dualpipe_v", where each has two, the first worker the model's first and last; or one
+            of one's own, "mine.py:MySchedule".
         recompute: what is run again for backward, so that activations need not be kept: "never" anything, "always"
             every forward pass, "except_last" all but those whose backward follows at once.
         partition: "auto", or of each stage, in order, how many layers it has, or their names.
         cost: what "auto" makes small of the worst stage: "time", "memory", or "both".
         limit_bytes: that a stage may take for parameters, gradients, optimizer and activations; None for any number.
-        chunks: stages on each worker, where the schedule is "interleaved".
+        chunks: stages on each worker, where the schedule has several.
         deferred_batch_norm: update running statistics once a batch, not by each micro-batch.
 
     Raises:
@@ -148,6 +151,8 @@ class Pipeline(Strategy):
         for layer in model.layers:
             for name in layer.parameters:
                 holder[name] = min(holder.get(name, ranks), rank_of[layer.name])
+        stages = costs(model, partition, terms)
+        _require_room(self.schedule, schedule, stages, roles, cluster)
         return Plan(
             strategy=self.name,
             options=describe_options(self),
@@ -156,7 +161,7 @@ class Pipeline(Strategy):
             gradient_bytes=model.trainable_bytes,
             segments=tuple(Segment(spec.name, 0, spec.elements, holder.get(spec.name, 0)) for spec in model.trainable),
             partition=partition,
-            stages=costs(model, partition, terms),
+            stages=stages,
         )
 
     def behave(self, workers: int) -> Behaviour:
@@ -235,9 +240,30 @@ class Pipeline(Strategy):
         )
 
 
+def _require_room(
+    name: str, schedule: PipelineSchedule, stages: Sequence[StageCost], roles: Sequence[Role], cluster: Cluster
+) -> None:
+    """Refuses a schedule whose ranks hold more on a host than it has; what devices have is not known here."""
+    for host in cluster.hosts:
+        here = [
+            stage
+            for stage, rank in enumerate(schedule.placement())
+            if roles[rank].host == host.name and roles[rank].device == HOST
+        ]
+        needed = sum(stages[stage].bytes for stage in here)
+        if needed > host.memory_bytes:
+            most = max(here, key=lambda stage: stages[stage].bytes)
+            raise InfeasiblePlan(
+                f"the stages on {host.name} need {needed:,} bytes with schedule={name!r}, and it has "
+                f"{host.memory_bytes:,} left: stage {most} needs {stages[most].bytes:,} and holds "
+                f"{held_by_stage(schedule)[most]} of {schedule.micro_batches} micro-batches at a time; use "
+                "schedule='1f1b', recompute='always', or a smaller global_batch_size"
+            )
+
+
 def _channels(schedule: PipelineSchedule, stages: Sequence[Stage], context: WorkerContext) -> Channels:
     """Returns the channels of a rank: between devices where these are connected, else through the hosts' memory."""
-    devices, found = context.device_group(), edges(stages, schedule.placement())
+    devices, found = context.device_group(), edges(stages, schedule)
     if devices is None or devices.peers is None:
         return MailChannels(found, context.group, context.device, buffers_of(stages))
     # Not on CPUs.

@@ -57,8 +57,6 @@ def _made(call: Call, workers: int | None) -> Strategy:
     if call.name not in kinds:
         raise unknown_strategy(call.name)
     kind = kinds[call.name]
-    if kinds is STRATEGIES and not (isinstance(kind, type) and issubclass(kind, Strategy)):
-        raise UsageError(f"the entry point {call.name!r} of an installed package is {kind!r}, which is no hr.Strategy")
     if call.name == "hybrid" and len(call.values) > 2:
         # All but the outermost are its inner strategy.
         call = call._replace(values=(call.values[0], Call(call.name, call.values[1:])))

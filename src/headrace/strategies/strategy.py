@@ -103,8 +103,10 @@ class Strategy(ABC):
     def behave(self, workers: int) -> Behaviour:
         """Returns what so many workers do in a round: for simulations, rehearsals and comparisons."""
         return Behaviour(
-            not_simulated=f"{self.name} cannot be simulated; give another strategy",
-            not_rehearsed="its exchange is not one that a rehearsal knows; train it with real workers",
+            not_simulated=f"{self.name} cannot be simulated: it does not say what its workers do in a round; write its "
+            "behave(), or give another strategy",
+            not_rehearsed="it does not say what its workers do in a round; write its behave(), or train with real "
+            "workers",
         )
 
     def refuses_channels_last(self) -> str:

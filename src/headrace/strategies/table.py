@@ -36,6 +36,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "tpu": f"{_ROOM}.tpu:TPU",
         "unconnected": f"{_ROOM}.unconnected:Unconnected",
     },
+    base=f"{_ROOM}.strategy:Strategy",
 )
 """Every strategy by its name."""
 

@@ -66,7 +66,8 @@ class Unconnected(Strategy):
         return data_parallel_plan(self.name, describe_options(self), self.workers, model, cluster, copies=(2, 0))
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        replica = Replica(
-            context.whole_model(local_shares=len(plan.shares)), LocalExchange(plan.segments, context, rank)
-        )
-        return with_tables(replica, replace(context, group=ThreadCollective(ThreadGroup(1), 0)))
+        compute = context.whole_model(local_shares=len(plan.shares))
+        # Running statistics of other models have no place in this one.
+        alone = compute.mates = ThreadCollective(ThreadGroup(1), 0)
+        replica = Replica(compute, LocalExchange(plan.segments, context, rank))
+        return with_tables(replica, replace(context, group=alone))

@@ -29,9 +29,13 @@ class Exchange(SwappableWeights):
         keeps_writes: whether what user code writes to this worker's parameters between rounds stays.
         gradient_bytes: that this rank keeps for the sum of gradients, which may be in `.grad`.
         defers: whether decisions stay on the device, and are read later.
+        updater: with the optimizer; None where that is not in this process.
+        state_keys: keys of the pieces of its own that `state` and `own` return, which are not given to the optimizer.
     """
 
     defers: bool = False
+    updater: Updater | None = None
+    state_keys: tuple[str, ...] = ()
     pulled: tuple[int, ...] = ()
     keeps_writes: bool = True
     gradient_bytes: int = 0
@@ -112,7 +116,7 @@ class UpdatingExchange(Exchange):
         return self.updater.settings()
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
-        self.updater.load(pieces, settings)
+        self.updater.load((piece for piece in pieces if piece.key not in self.state_keys), settings)
 
     def scale_rates(self, factor: float) -> None:
         self.updater.schedule.factor = factor

@@ -66,7 +66,13 @@ class SwappableWeights(ABC):
 
 
 class PeriodicSync(SwappableWeights):
-    """Synchronizes workers that take local steps; every worker calls the same methods after the same rounds."""
+    """Synchronizes workers that take local steps; every worker calls the same methods after the same rounds.
+
+    Attributes:
+        state_keys: keys of the pieces of its own that it saves, which are not given to the optimizer.
+    """
+
+    state_keys: tuple[str, ...] = ()
 
     @abstractmethod
     def coming(self, done: int) -> int:

@@ -150,7 +150,7 @@ AVERAGE = "headrace.average"
 """Key of the pieces that hold the moving average of the weights."""
 PARAMETER = "headrace.parameter"
 """Key of the pieces that hold the weights themselves: they are loaded, never part of `state`."""
-_OURS = "headrace."
+OURS = "headrace."
 """What the keys of pieces begin with that are no optimizer's."""
 
 
@@ -316,7 +316,7 @@ class Updater:
         every = tuple(pieces)
         indices = range(len(self.owned)) if index is None else (index,)
         owned = [self.owned[each] for each in indices]
-        theirs = (piece for piece in every if not piece.key.startswith(_OURS))
+        theirs = (piece for piece in every if not piece.key.startswith(OURS))
         load_state(self.optimizer, owned, theirs, self._first_state)
         place_steps(self.optimizer)
         self._load_averages(indices, [piece for piece in every if piece.key == AVERAGE])

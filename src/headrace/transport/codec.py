@@ -17,13 +17,13 @@ stochastic gradient descent", 2014, section 3; Karimireddy et al., "Error feedba
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from headrace.errors import UnknownName
+from headrace.registry import Registry
 
 BLOCK = 256
 """Elements that have one scale in int8."""
@@ -147,8 +147,14 @@ class Int8(Codec):
         flat[full * BLOCK :].mul_(scales[full:])
 
 
-CODECS: Mapping[str, Codec] = {"bf16": BFloat16(), "int8": Int8(), "plain": Plain()}
-"""Codecs by name."""
+BF16, INT8, PLAIN = BFloat16(), Int8(), Plain()
+CODECS: Registry[Codec] = Registry(
+    "headrace.codecs",
+    {"bf16": f"{__name__}:BF16", "int8": f"{__name__}:INT8", "plain": f"{__name__}:PLAIN"},
+    base=f"{__name__}:Codec",
+    made=True,
+)
+"""Codecs by name; other packages add theirs by entry points of the group `headrace.codecs`."""
 
 
 def codec_for(name: str, dtype: torch.dtype) -> Codec:

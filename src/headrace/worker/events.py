@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from msgspec.structs import replace
+from torch import Tensor
 
 from headrace.data.loading.loader import InputCounters
+from headrace.errors import UsageError
 from headrace.machine.disk import disk_fails, takes_no_more, unless
 from headrace.shared_memory.control_page import LastEvent
 from headrace.spec.events import (
@@ -22,9 +25,11 @@ from headrace.spec.events import (
     ServerEnded,
     StagePass,
     Stepped,
+    ValuesLogged,
     WorkerEnded,
     encode,
 )
+from headrace.spec.patterns import require_name
 from headrace.worker.run_spec import RunSpec, events_path
 
 _FLUSH_EVERY_S = 0.25
@@ -98,6 +103,23 @@ class EventWriter:
         )  # fmt: skip
         self._lines.append(encode(event))
         if now - self._flushed > _FLUSH_EVERY_S:
+            self.flush()
+
+    def log(self, values: Mapping[str, Any], done: int) -> None:
+        """Appends a `ValuesLogged` event: numbers by name, after `done` rounds. It is flushed a few times a second.
+
+        Raises:
+            UsageError: a name or a value that no curve can have.
+        """
+        numbers = {}
+        for name, value in values.items():
+            require_name(name)
+            try:
+                numbers[name] = float(value.detach() if isinstance(value, Tensor) else value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise UsageError(f"log takes numbers by name, got {value!r:.60} for {name!r}") from error
+        self._lines.append(encode(ValuesLogged(self.rank, self.now(), done, numbers)))
+        if monotonic() - self._flushed > _FLUSH_EVERY_S:
             self.flush()
 
     def passed(self, step: int, in_flight: int, passes: Sequence[StagePass]) -> None:

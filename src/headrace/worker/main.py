@@ -166,7 +166,7 @@ def _build(
     devices = DeviceGroup(run, role, group, page)
     closing.callback(devices.close)
     with _recomputing(module, run.job.options.recompute):
-        replica = build_replica(run, role, page, module, loader, devices, closing)
+        replica = build_replica(run, role, page, module, loader, devices, closing, events)
     for line in (*replica.compute.notes, *_unlike_devices(run.plan, role, group)):
         events.write(Notice(role.rank, events.now(), line))
     evaluation = build_evaluation(run, role, replica, group)

@@ -226,6 +226,7 @@ def build_context(
     loader: Loader,
     devices: DeviceGroup,
     closing: ExitStack,
+    events: EventWriter,
 ) -> WorkerContext:
     """Returns what the strategy builds a replica from; `closing` closes what the strategy opens."""
     group = devices.group
@@ -246,6 +247,7 @@ def build_context(
         sample=lambda: sample_of(run.job),
         user_code=frozenset(name for name, there in (("loop", run.train), ("callbacks", run.callbacks)) if there),
         weights=stored_values(run, module) if run.strategy.reads_parts else None,
+        log=lambda name, value, round_: events.log({name: value}, round_ + 1),
     )
     if run.job.options.recompute is not None:
         context.require_own_generators()
@@ -267,6 +269,7 @@ def build_replica(
     loader: Loader,
     devices: DeviceGroup,
     closing: ExitStack,
+    events: EventWriter,
 ) -> Replica:
     """Returns what the strategy builds: one replica, or one for each set of parameters, which take turns."""
     order, strategy = run.job.turns, run.strategy
@@ -277,7 +280,7 @@ def build_replica(
     if run.job.options.memory_format == "channels_last":
         use_channels_last(module)
     if order is None:
-        context = build_context(run, role, page, module, loader, devices, closing)
+        context = build_context(run, role, page, module, loader, devices, closing, events)
         return strategy.replica(run.plan, role.rank, context)
     from headrace.training.turns import TurnsCompute, TurnsExchange, TurnsState
 
@@ -286,7 +289,7 @@ def build_replica(
     replicas = {}
     for name, part in parts.items():
         own = run.of_set(alone(run.job, name), {each for each, holder in holders.items() if holder == name})
-        context = build_context(own, role, page, part, loader, devices, closing)
+        context = build_context(own, role, page, part, loader, devices, closing, events)
         context = replace(context, objective=replace(context.objective, model=module))
         replicas[name] = strategy.replica(own.plan, role.rank, context)
     exchanges = {}

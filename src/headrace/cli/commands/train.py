@@ -121,7 +121,7 @@ def train(
     ray = ray_engine(cluster, secret_file, runtime_env, resources, placement)
     saved = checkpoints_of(checkpoint_every, keep, snapshots_every, copy_to)
     going = _going(resume, resume_if_saved, resume_from, run_dir)
-    where = run_dir or default_run_dir(f"{job_name(path)}-{parse_call(strategy).name}")
+    where = run_dir or default_run_dir(f"{job_name(path)}-{parse_call(strategy).name.rpartition(':')[2]}")
     # In this order: the engine forks this process, which must not have run the job file before.
     with own_engine(secret_file, path, ray) as engine, saying_where(where):
         job, chosen, fit = load_job(path, settings or ()), resolved(strategy, workers, servers), _fit()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
@@ -35,6 +35,11 @@ class Action:
     def backward(self) -> bool:
         """Whether it is a backward pass, or a part of one."""
         return self.kind is not PassKind.FORWARD
+
+    @property
+    def makes(self) -> Action:
+        """The action that others wait for: of a whole backward pass the part that makes the input's gradient."""
+        return replace(self, kind=PassKind.BACKWARD_INPUT) if self.kind is PassKind.BACKWARD else self
 
 
 @dataclass(frozen=True)
@@ -99,20 +104,18 @@ def timed(
     """
     left = [list(order) for order in orders]
     last = max((action.stage for order in left for action in order), default=0)
-    split = {action.kind for order in left for action in order} >= {PassKind.BACKWARD_INPUT}
-    gradient = PassKind.BACKWARD_INPUT if split else PassKind.BACKWARD
     done: dict[Action, float] = {}
     spans: list[list[ActionSpan]] = [[] for _ in left]
     while any(left):
         moved = False
         for rank, order in enumerate(left):
-            while order and all(before in done for before in needs(order[0], last, gradient)):
+            while order and all(before in done for before in needs(order[0], last)):
                 action = order.pop(0)
-                needed = needs(action, last, gradient)
+                needed = needs(action, last)
                 ready = [done[before] + transfer * (before.stage != action.stage) for before in needed]
                 start = max([*ready, spans[rank][-1].stop if spans[rank] else 0.0])
-                done[action] = start + cost(action)
-                spans[rank].append(ActionSpan(rank, action, start, done[action]))
+                stop = done[action.makes] = start + cost(action)
+                spans[rank].append(ActionSpan(rank, action, start, stop))
                 moved = True
         if not moved:
             raise ValueError(f"all ranks wait, and {sum(map(len, left))} actions are left")
@@ -158,15 +161,12 @@ def draw(spans: Sequence[ActionSpan]) -> str:
     return "\n".join(f"rank {rank}   {row}" for rank, row in enumerate(rows))
 
 
-def needs(action: Action, last: int, gradient: PassKind) -> list[Action]:
-    """Returns what must be done before an action.
-
-    `last` is the last stage, `gradient` the kind of pass that makes an input's gradient.
-    """
+def needs(action: Action, last: int) -> list[Action]:
+    """Returns what must be done before an action, as `Action.makes`; `last` is the last stage."""
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind is PassKind.FORWARD:
         return [Action(stage - 1, micro_batch)] if stage else []
     if action.kind is PassKind.BACKWARD_WEIGHT:
         return [Action(stage, micro_batch, PassKind.BACKWARD_INPUT)]
-    behind = [Action(stage + 1, micro_batch, gradient)] if stage < last else []
+    behind = [Action(stage + 1, micro_batch, PassKind.BACKWARD_INPUT)] if stage < last else []
     return [Action(stage, micro_batch), *behind]

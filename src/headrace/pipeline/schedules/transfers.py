@@ -20,13 +20,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from headrace.errors import UsageError
-from headrace.pipeline.schedules.schedule import Action, PassKind, PipelineSchedule
+from headrace.pipeline.schedules.schedule import Action, PassKind, PipelineSchedule, needs
 
 _UNITS = {PassKind.FORWARD: 1, PassKind.BACKWARD: 2, PassKind.BACKWARD_INPUT: 1, PassKind.BACKWARD_WEIGHT: 1}
 _HALVES = {PassKind.BACKWARD_INPUT, PassKind.BACKWARD_WEIGHT}
-
-_Made = tuple[int, int, bool]
-"""What a pass makes: of a stage and a micro-batch the values, or (True) the gradients."""
 
 
 @dataclass(frozen=True)
@@ -80,20 +77,20 @@ def _events(
     last = max((action.stage for order in left for action in order), default=0)
     to = {stage: sorted(b for a, b in edges if a == stage) for stage in range(last + 1)}
     back = {stage: sorted(a for a, b in edges if b == stage) for stage in range(last + 1)}
-    made: dict[_Made, int] = {}
+    made: dict[Action, int] = {}
     free = [0] * len(left)
     moved = True
     while moved:
         moved = False
         for rank, order in enumerate(left):
-            while order and all(each in made for each in _needs(order[0], last)):
+            while order and all(each in made for each in needs(order[0], last)):
                 action, moved = order.popleft(), True
-                begin = max([free[rank], *(made[each] for each in _needs(action, last))])
+                begin = max([free[rank], *(made[each] for each in needs(action, last))])
                 free[rank] = begin + _UNITS[action.kind]
                 yield begin, True, rank, action
+                made[action.makes] = free[rank]
                 if action.kind is PassKind.BACKWARD_WEIGHT:
                     continue
-                made[action.stage, action.micro_batch, action.backward] = free[rank]
                 for target in (back if action.backward else to)[action.stage]:
                     yield free[rank], False, action.stage, Transfer(action.stage, target, action.micro_batch)
     if any(left):
@@ -103,15 +100,6 @@ def _events(
             if order
         )
         raise ValueError(f"{sum(map(len, left))} passes are never done: {', '.join(waiting):.300}")
-
-
-def _needs(action: Action, last: int) -> list[_Made]:
-    stage, micro_batch = action.stage, action.micro_batch
-    if action.kind is PassKind.FORWARD:
-        return [(stage - 1, micro_batch, False)] if stage else []
-    if action.kind is PassKind.BACKWARD_WEIGHT:
-        return [(stage, micro_batch, True)]
-    return [(stage, micro_batch, False), *([(stage + 1, micro_batch, True)] if stage < last else [])]
 
 
 @lru_cache(maxsize=64)

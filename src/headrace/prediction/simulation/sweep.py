@@ -72,8 +72,6 @@ class Program:
 def program(schedule: PipelineSchedule) -> Program:
     """Returns the levels of a schedule; raises a `ValueError` if ranks wait for each other."""
     orders, last = schedule.orders(), schedule.stages() - 1
-    split_backward = any(action.kind is PassKind.BACKWARD_INPUT for order in orders for action in order)
-    gradient = PassKind.BACKWARD_INPUT if split_backward else PassKind.BACKWARD
     numbers = {kind: number for number, kind in enumerate(_KINDS)}
 
     def key(action: Action) -> int:
@@ -88,13 +86,13 @@ def program(schedule: PipelineSchedule) -> Program:
         for rank, order in enumerate(orders):
             while places[rank] < len(order):
                 action = order[places[rank]]
-                before = [(each.stage, key(each)) for each in needs(action, last, gradient)]
+                before = [(each.stage, key(each)) for each in needs(action, last)]
                 if any(each not in level_of for _, each in before):
                     break
                 # From the stage before, or the gradient of what went to the one behind.
                 crossing = next((each for stage, each in before if stage != action.stage), -1)
                 level = max(levels[rank], level_of.get(crossing, -1) + 1)
-                own = key(action)
+                own = key(action.makes)
                 level_of[own], levels[rank] = level, level + 1
                 crossed = action.stage if action.backward else action.stage - 1
                 kind = numbers[action.kind]

@@ -104,8 +104,9 @@ class EventCurves:
                 yield TrackedValue("checkpoints/stall_s", event.stall_s, event.step, time_s)
                 yield TrackedValue("checkpoints/bytes", event.bytes, event.step, time_s)
             case ValuesLogged():
+                of_rank = f"/rank-{event.rank}" if event.rank else ""
                 for name, value in event.values.items():
-                    yield TrackedValue(name, value, event.step, time_s)
+                    yield TrackedValue(f"{name}{of_rank}", value, event.step, time_s)
             case PictureLogged():
                 yield TrackedPicture(event.name, event.path, event.step, time_s)
             case NonFinite():

@@ -244,7 +244,7 @@ class RowsRead(Event, frozen=True, tag="rows_read"):
 
 
 class ValuesLogged(Event, frozen=True, tag="values_logged"):
-    """By rank 0: a callback has logged numbers, after `step` rounds."""
+    """A callback (of rank 0), a strategy or a loop has logged numbers, after `step` rounds."""
 
     step: Int64
     values: Mapping[str, float]

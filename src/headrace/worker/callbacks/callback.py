@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from headrace.errors import UsageError
+from headrace.spec.patterns import require_name
 from headrace.worker.callbacks.picture import save
 
-_NAME = re.compile(r"[\w .:/-]{1,120}")
 """What every tracker takes as the name of a curve."""
 
 
@@ -64,14 +64,7 @@ class Moment:
         Raises:
             UsageError: a name or a value that no curve can have.
         """
-        numbers = {}
-        for name, value in values.items():
-            _require_name(name)
-            try:
-                numbers[name] = float(value.detach() if isinstance(value, Tensor) else value)
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise UsageError(f"log takes numbers by name, got {value!r:.60} for {name!r}") from error
-        self._actions.log_values(numbers)
+        self._actions.log_values(values)
 
     def log_picture(self, name: str, picture: Any) -> Path:
         """Saves a picture in the run's directory, and writes an event, by which trackers show it.
@@ -87,7 +80,7 @@ class Moment:
         Raises:
             UsageError: it is none of these.
         """
-        _require_name(name)
+        require_name(name)
         folder = self.run_dir / "pictures"
         folder.mkdir(exist_ok=True)
         path = folder / f"{re.sub(r'[/: ]', '-', name)}-{self.step}.png"
@@ -143,8 +136,3 @@ class Callback(ABC):  # noqa: B024  (no moment is one that all must take)
 
     def on_end(self, moment: Moment) -> None:  # noqa: B027
         """Is called when the training has ended in order, and the model is the trained one."""
-
-
-def _require_name(name: object) -> None:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise UsageError(f"a name has letters, digits, spaces and _ . : / - (at most 120), got {name!r:.140}")

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from headrace.errors import UsageError
-from headrace.spec.events import ENDS_EARLY, Notice, PictureLogged, Saved, ValuesLogged
+from headrace.spec.events import ENDS_EARLY, Notice, PictureLogged, Saved
 from headrace.training.synchronization import DataLeases
 from headrace.training.update import ScalesRates
 from headrace.worker.callbacks.callback import Callback, Moment, RunActions
@@ -102,8 +102,7 @@ class CallbackRunner:
             guard.require_unchanged()
 
     def _log_values(self, values: Mapping[str, float]) -> None:
-        events = self._session.events
-        events.write(ValuesLogged(events.rank, events.now(), self._moment.step, values))
+        self._session.events.log(values, self._moment.step)
 
     def _log_picture(self, name: str, path: Path) -> None:
         events = self._session.events

@@ -1,0 +1,1 @@
+"""Begins what extends headrace."""
