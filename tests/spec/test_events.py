@@ -58,6 +58,7 @@ EVENTS = {
     "non_finite": st.builds(event.NonFinite, *STAMP, COUNT, st.lists(COUNT, max_size=3).map(tuple), WORD),
     "values_logged": st.builds(event.ValuesLogged, *STAMP, COUNT, st.dictionaries(WORD, SECONDS, max_size=3)),
     "picture_logged": st.builds(event.PictureLogged, *STAMP, COUNT, WORD, WORD),
+    "text_logged": st.builds(event.TextLogged, *STAMP, COUNT, WORD, WORD),
     "lost": st.builds(event.Lost, *STAMP, st.integers(0, 9), st.integers(0, 9), st.text(), st.booleans()),
     "notice": st.builds(event.Notice, *STAMP, st.text()),
     "failed": st.builds(event.Failed, *STAMP, COUNT, WORD, st.text()),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.engine.local.engine import LocalEngine
-from headrace.errors import InfeasiblePlan, UsageError, WorkerFailed
+from headrace.errors import InfeasiblePlan, UsageError
 from headrace.spec.cluster import Cluster, Host
 from headrace.strategies import resolve
 from strategies.contract_models import MODELS, VARIANTS, Case
@@ -120,7 +120,7 @@ def test_checkpoints_go_from_each_nesting_to_each(
 @pytest.mark.parametrize("nesting", ["stages, slices", "replicas, stages, slices"])
 def test_norms_of_what_several_stages_hold_are_refused(nesting: str, processes: LocalEngine) -> None:
     clipped = dataclasses.replace(job("tied"), options=hr.Options(clip_norm=1.0))
-    with pytest.raises(WorkerFailed, match=r"several stages of a replica hold .embedding\.weight."):
+    with pytest.raises(UsageError, match=r"several stages of a replica hold .embedding\.weight."):
         train(clipped, hr.Hybrid(*NESTINGS[nesting]), processes)
 
 

@@ -381,7 +381,8 @@ def _inspected(job: Job, info: JobInfo, strategy: Strategy, cluster: Cluster, en
         notices.extend(found.notices)
         return found.layers
 
-    probe = ModelProbe(info.module, job.global_batch_size, cluster, layers, lambda: sample_of(job), job.inputs)
+    sample, clip_norm = (lambda: sample_of(job)), job.options.clip_norm
+    probe = ModelProbe(info.module, job.global_batch_size, cluster, layers, sample, job.inputs, clip_norm)
     model = strategy.inspect_model(info.model, probe)
     return replace(info, model=model, notices=(*info.notices, *notices))
 

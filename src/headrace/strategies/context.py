@@ -296,3 +296,4 @@ class ModelProbe:
     measure: Callable[[ProfileRequest], tuple[LayerSpec, ...]]
     sample: Callable[[], Any] = tuple
     inputs: Any = None
+    clip_norm: float | None = None

@@ -42,8 +42,13 @@ from headrace.strategies.checks import refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext, among, total_of
 from headrace.strategies.context_hybrid import ring_plan, ring_replica
 from headrace.strategies.context_parallel import ContextParallel
+<<<<<<< HEAD
 from headrace.strategies.fully_sharded import FullySharded, require_sliceable, sharded_plan, sums_of
 from headrace.strategies.hybrid_levels import by_kind, check_levels
+=======
+from headrace.strategies.fully_sharded import FullySharded, require_sliceable, sharded_plan
+from headrace.strategies.hybrid_levels import by_kind, check_levels, refuse_tied
+>>>>>>> 8b84b7ee (Texts of callbacks as events; clip_norm with weights of several stages is refused before the start; the rounding of a loss is no finding)
 from headrace.strategies.hybrid_ranks import (
     ENOUGH_BYTES,
     RankGroups,
@@ -152,7 +157,10 @@ class Hybrid(ServedStrategy):
         size = max(1, probe.global_batch_size // replicas)
         cluster = alone(probe.cluster, stages_of(replicas, stages, slices))
         inner = replace(probe, global_batch_size=size, cluster=cluster, measure=measure)
-        return pipeline.inspect_model(model, inner)
+        model = pipeline.inspect_model(model, inner)
+        if probe.clip_norm is not None and not sharded and not isinstance(self.outer, Served):
+            refuse_tied(pipeline, pipeline.plan(model, cluster), model, probe.clip_norm)
+        return model
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         counts, (_, sharded, pipeline, tensor) = self._counts(cluster), by_kind(levels_of(self))
@@ -337,13 +345,6 @@ class Hybrid(ServedStrategy):
         total = total_of(column if isinstance(self.outer, Mirrored | FullySharded) else near)
         compute = pipeline.compute(plan, near, total, everyone)
         compute.mates = mates
-        counts_all = not by_kind(levels_of(self))[1] and not isinstance(self.outer, Served)
-        if near.options.clip_norm is not None and compute.tied and counts_all:
-            raise UsageError(
-                f"clip_norm={near.options.clip_norm:g} needs every gradient once, and several stages of a replica hold "
-                f"{compute.tied[0]!r}; use hr.Hybrid(hr.FullySharded(...), hr.Pipeline(...)), hr.Pipeline alone, or "
-                "leave clip_norm out"
-            )
         return StagedReplica(compute, near.group, everyone, sliced.model if sliced else near.model)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.errors import UsageError
+from headrace.spec.model import ModelSpec
+from headrace.spec.plan import Plan
 from headrace.strategies.context_hybrid import check_rings
 from headrace.strategies.context_parallel import ContextParallel
 from headrace.strategies.fully_sharded import FullySharded
@@ -112,3 +114,17 @@ def _check_sharded(outer: Strategy) -> None:
             f"codec={outer.codec!r} is for gradients of whole parameters, and the ranks of hr.FullySharded(...) have "
             "parts; use codec='plain'"
         )
+
+
+def refuse_tied(pipeline: Pipeline, plan: Plan, model: ModelSpec, clip_norm: float) -> None:
+    """Refuses to clip by a norm of gradients of which several ranks of a replica hold one, with a UsageError."""
+    placement = pipeline.schedule_of(len(plan.roles)).placement()
+    rank_of = {layer: placement[stage] for stage, layers in enumerate(plan.partition) for layer in layers}
+    for parameter in model.parameters:
+        holders = {rank_of[layer.name] for layer in model.layers if parameter.name in layer.parameters}
+        if parameter.trainable and len(holders) > 1:
+            raise UsageError(
+                f"clip_norm={clip_norm:g} needs every gradient once, and several stages of a replica hold "
+                f"{parameter.name!r}; use hr.Hybrid(hr.FullySharded(...), hr.Pipeline(...)), hr.Pipeline alone, or "
+                "leave clip_norm out"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,10 @@ def job(model: Any, **options: Any) -> hr.Job:
 def trained(model: Any, strategy: hr.Strategy, **options: Any) -> dict[str, Tensor]:
     state: dict[str, Tensor] = hr.fit(job(model, **options), strategy, engine=THREADS).model.state_dict()
     return state
+
+
+def remain(model: Any) -> None:
+    """No hook."""
 
 
 def scale(model: Any) -> None:
@@ -201,6 +206,18 @@ def test_a_strategy_that_differs_by_definition_says_so() -> None:
 def test_hooks_of_divided_parameters_are_refused(change: Callable[[Any], None]) -> None:
     with pytest.raises(UsageError, match=r"'mid\.weight': fully_sharded divides the parameter"):
         hr.fit(job(functools.partial(Model, change)), hr.FullySharded(2), engine=THREADS, check=False)
+
+
+def narrow(output: Tensor, target: Tensor) -> Tensor:
+    """A loss in single precision of a model in double precision, as the transformers library's."""
+    return functional.smooth_l1_loss(output.float(), target.float())
+
+
+@pytest.mark.parametrize("strategy", [hr.ParameterServer(2), hr.Mirrored(2)], ids=str)
+def test_the_rounding_of_a_loss_is_no_finding(strategy: hr.Strategy) -> None:
+    run = hr.fit(dataclasses.replace(job(functools.partial(Model, remain)), loss=narrow), strategy, engine=THREADS)
+    said = [event.text for event in run.events if event.kind == "notice"]
+    assert not any("size of gradients" in text or "combines" in text for text in said)
 
 
 def test_trying_hooks_leaves_their_state_and_the_model_as_they_were() -> None:

@@ -19,7 +19,7 @@ from torch import nn
 import headrace as hr
 from engine.victims import INPUTS, TARGETS, make_job, split_model
 from headrace.errors import UsageError, WorkerFailed
-from headrace.spec.events import Notice, PictureLogged, Stepped, ValuesLogged, WorkerEnded
+from headrace.spec.events import Notice, PictureLogged, Stepped, TextLogged, ValuesLogged, WorkerEnded
 from headrace.strategies import Strategy
 
 ENGINE = hr.ThreadEngine()
@@ -193,6 +193,7 @@ def test_the_factor_is_part_of_a_checkpoint(tmp_path: Path) -> None:
         (hr.OneDevice(), lambda moment: moment.log({"<script>": 1.0}), "a name has letters, digits"),
         (hr.OneDevice(), lambda moment: moment.log_picture("a", np.zeros(3)), r"got ndarray of shape \(3,\)"),
         (hr.OneDevice(), lambda moment: moment.log_picture("a", "a.png"), "got str"),
+        (hr.OneDevice(), lambda moment: moment.log_text("a", 3), "log_text takes a text, got 3 for 'a'"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(strategy: Strategy, deed: Any, said: str) -> None:
@@ -249,11 +250,14 @@ def test_values_and_pictures_become_events_and_files(tmp_path: Path) -> None:
         moment.log_picture("a/colour 2", colour)
         moment.log_picture("figure", figure)
         moment.log_picture("again", content)
+        moment.log_text("sample", "two\nlines")
 
     run = fit(make_job(), hr.Mirrored(2), Doing(deed), run_dir=tmp_path / "run")
     (values,) = [event for event in run.events if isinstance(event, ValuesLogged)]
     assert (values.rank, values.step, values.values["count"]) == (0, 1, 3.0)
     assert values.values["norm/weights"] > 0
+    (text,) = [event for event in run.events if isinstance(event, TextLogged)]
+    assert (text.rank, text.step, text.name, text.text) == (0, 1, "sample", "two\nlines")
     pictures = {event.name: event.path for event in run.events if isinstance(event, PictureLogged)}
     assert {name: Path(path).relative_to(tmp_path / "run").as_posix() for name, path in pictures.items()} == {
         "grey": "pictures/grey-1.png",

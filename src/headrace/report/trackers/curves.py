@@ -24,6 +24,7 @@ from headrace.spec.events import (
     Saved,
     SharesBalanced,
     Stepped,
+    TextLogged,
     ValuesLogged,
     WorkerEnded,
     WorkerStarted,
@@ -109,6 +110,8 @@ class EventCurves:
                     yield TrackedValue(f"{name}{of_rank}", value, event.step, time_s)
             case PictureLogged():
                 yield TrackedPicture(event.name, event.path, event.step, time_s)
+            case TextLogged():
+                yield TrackedText(event.name, event.text, event.step, time_s)
             case NonFinite():
                 yield TrackedText("not finite", f"{event.action}, {non_finite_text(event)}", event.step, time_s)
             case WorkerStarted():

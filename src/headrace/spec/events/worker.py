@@ -258,6 +258,14 @@ class PictureLogged(Event, frozen=True, tag="picture_logged"):
     path: str
 
 
+class TextLogged(Event, frozen=True, tag="text_logged"):
+    """By rank 0: a callback has logged a text, such as what the model writes, after `step` rounds."""
+
+    step: Int64
+    name: str
+    text: str
+
+
 class WorkerEnded(Event, frozen=True, tag="worker_ended"):
     """The last event of a worker.
 

@@ -25,6 +25,7 @@ class RunActions:
 
     log_values: Callable[[Mapping[str, float]], None]
     log_picture: Callable[[str, Path], None]
+    log_text: Callable[[str, str], None]
     stop: Callable[[str], None]
     set_rate_factor: Callable[[float], None]
 
@@ -87,6 +88,17 @@ class Moment:
         save(picture, path)
         self._actions.log_picture(name, path)
         return path
+
+    def log_text(self, name: str, text: str) -> None:
+        """Writes a text as an event, which trackers show: what the model writes, for one.
+
+        Raises:
+            UsageError: a name that no text can have, or no text.
+        """
+        _require_name(name)
+        if not isinstance(text, str):
+            raise UsageError(f"log_text takes a text, got {text!r:.60} for {name!r}")
+        self._actions.log_text(name, text)
 
     def stop(self, why: str) -> None:
         """Ends the run in order, all workers after the same round; `why` is shown.

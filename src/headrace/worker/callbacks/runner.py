@@ -7,7 +7,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from headrace.errors import UsageError
+<<<<<<< HEAD
 from headrace.spec.events import ENDS_EARLY, Notice, PictureLogged, Saved
+=======
+from headrace.spec.events import ENDS_EARLY, Notice, PictureLogged, Saved, TextLogged, ValuesLogged
+>>>>>>> 73add6ec (Texts of callbacks as events; clip_norm with weights of several stages is refused before the start; the rounding of a loss is no finding)
 from headrace.training.synchronization import DataLeases
 from headrace.training.update import ScalesRates
 from headrace.worker.callbacks.callback import Callback, Moment, RunActions
@@ -27,7 +31,7 @@ class CallbackRunner:
         self._session = session
         self._callbacks: tuple[Callback, ...] = session.run.callbacks
         self._factor: float | None = None
-        actions = RunActions(self._log_values, self._log_picture, self._stop, self._set_factor)
+        actions = RunActions(self._log_values, self._log_picture, self._log_text, self._stop, self._set_factor)
         module = session.replica.compute.module
         self._moment = Moment(module, session.run.run_dir, actions)
         alone = session.group.world == 1 and session.replica.exchange.keeps_writes
@@ -107,6 +111,10 @@ class CallbackRunner:
     def _log_picture(self, name: str, path: Path) -> None:
         events = self._session.events
         events.write(PictureLogged(events.rank, events.now(), self._moment.step, name, str(path)))
+
+    def _log_text(self, name: str, text: str) -> None:
+        events = self._session.events
+        events.write(TextLogged(events.rank, events.now(), self._moment.step, name, text))
 
     def _stop(self, why: str) -> None:
         strategy = self._session.run.strategy
