@@ -12,12 +12,12 @@ CORE = 14_910
 
 CLOSURES = {
     "data": 870,
-    "data.loading.loader": 6_280,
+    "data.loading.loader": 6_300,
     "strategies.one_device": 9_740,
     "strategies.mirrored": 10_900,
-    "strategies.central_storage": 12_960,
+    "strategies.central_storage": 12_980,
     "worker.main": 19_950,
-    "engine.local.process": 21_430,
+    "engine.local.process": 21_460,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_860,
     "api.fit": 32_900,
