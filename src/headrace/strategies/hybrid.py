@@ -42,13 +42,8 @@ from headrace.strategies.checks import refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext, among, total_of
 from headrace.strategies.context_hybrid import ring_plan, ring_replica
 from headrace.strategies.context_parallel import ContextParallel
-<<<<<<< HEAD
 from headrace.strategies.fully_sharded import FullySharded, require_sliceable, sharded_plan, sums_of
-from headrace.strategies.hybrid_levels import by_kind, check_levels
-=======
-from headrace.strategies.fully_sharded import FullySharded, require_sliceable, sharded_plan
 from headrace.strategies.hybrid_levels import by_kind, check_levels, refuse_tied
->>>>>>> 8b84b7ee (Texts of callbacks as events; clip_norm with weights of several stages is refused before the start; the rounding of a loss is no finding)
 from headrace.strategies.hybrid_ranks import (
     ENOUGH_BYTES,
     RankGroups,

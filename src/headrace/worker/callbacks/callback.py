@@ -95,7 +95,7 @@ class Moment:
         Raises:
             UsageError: a name that no text can have, or no text.
         """
-        _require_name(name)
+        require_name(name)
         if not isinstance(text, str):
             raise UsageError(f"log_text takes a text, got {text!r:.60} for {name!r}")
         self._actions.log_text(name, text)

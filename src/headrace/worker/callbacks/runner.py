@@ -7,11 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from headrace.errors import UsageError
-<<<<<<< HEAD
-from headrace.spec.events import ENDS_EARLY, Notice, PictureLogged, Saved
-=======
-from headrace.spec.events import ENDS_EARLY, Notice, PictureLogged, Saved, TextLogged, ValuesLogged
->>>>>>> 73add6ec (Texts of callbacks as events; clip_norm with weights of several stages is refused before the start; the rounding of a loss is no finding)
+from headrace.spec.events import ENDS_EARLY, Notice, PictureLogged, Saved, TextLogged
 from headrace.training.synchronization import DataLeases
 from headrace.training.update import ScalesRates
 from headrace.worker.callbacks.callback import Callback, Moment, RunActions
