@@ -85,8 +85,9 @@ def _choices(job: Job, strategy: Strategy, workers: int) -> Iterator[tuple[str, 
     if options.precision == "fp32":
         yield "precision='bf16'", with_(precision="bf16"), strategy
     yield f"accumulate={2 * options.accumulate}", with_(accumulate=2 * options.accumulate), strategy
-    if not isinstance(strategy, FullySharded) and workers > 1:
-        yield "hr.FullySharded", job, FullySharded(workers, deferred=not isinstance(job.model, nn.Module))
+    sharded = FullySharded(workers, deferred=not isinstance(job.model, nn.Module))
+    if workers > 1 and strategy.name != sharded.name:
+        yield "hr.FullySharded", job, sharded
 
 
 class _Planning:
