@@ -1,9 +1,8 @@
 import json
-import os
 import sys
 import types
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import TextIO, get_args, get_type_hints
 
 import pytest
 
@@ -19,11 +18,11 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path
     """What the fake engine was asked; it exits with the last argument, if that is a number."""
     calls = []
 
-    def launch_script(path: Path, arguments: tuple[str, ...], workers: int) -> int:
+    def launch_script(path: Path, arguments: tuple[str, ...], workers: int, stdout: TextIO) -> int:
         calls.append((path, arguments, workers))
         if arguments[-1:] == ("fail",):
             raise WorkerFailed(1, "host", "KeyError: 3", "Traceback\nKeyError: 3")
-        os.write(1, b"a line of the script\n")
+        stdout.write("a line of the script\n")
         return int(arguments[-1]) if arguments and arguments[-1].lstrip("-").isdigit() else 0
 
     module = types.ModuleType("headrace.engine.local.engine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 from pathlib import Path
 
@@ -60,6 +61,15 @@ def test_rank_0_speaks_and_all_come_to_their_end(script: Path, capfd: pytest.Cap
     out, err = capfd.readouterr()
     assert out == "rank 0 of 3 ['-', 'now']\na thread of 0\nthe end of 0\n"
     assert err == ""
+
+
+def test_what_it_prints_stays_in_its_two_streams(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "both.py"
+    path.write_text("import sys\nprint('a result')\nprint('a remark', file=sys.stderr)")
+    results = io.StringIO()
+    assert launch_script(path, [], 2, results) == 0
+    assert results.getvalue() == "a result\n"
+    assert capfd.readouterr() == ("", "a remark\n")
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -122,6 +122,11 @@ class Answer:
         """Returns whether each of these options has another value than its default."""
         return {name: self._given[name] for name in options}
 
+    @property
+    def stream(self) -> TextIO:
+        """Where a script's own output goes: the document, where one is asked for, stands alone on stdout."""
+        return sys.stderr if self.as_json else self._stream
+
     def document(self, document: Mapping[str, Any]) -> None:
         """Prints the result as JSON."""
         with self._writing():

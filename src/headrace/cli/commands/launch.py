@@ -90,7 +90,7 @@ def launch(
             from headrace.engine.local.engine import launch_script
 
             workers = workers or 2
-            code = launch_script(script, given, workers)
+            code = launch_script(script, given, workers, answer.stream)
     # A process that a signal ended has a negative code; shells call it 128 + signal.
     code = 128 - code if code < 0 else code
     if answer.as_json:

@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from headrace.devices import accelerators, parts_of_devices
 from headrace.engine.base import Engine, RunProgress, orderly_interrupts
@@ -251,21 +251,21 @@ def _send(pipe: int, code: bytes) -> None:
         stream.write(code)
 
 
-def launch_script(path: Path, arguments: Sequence[str], workers: int) -> int:
+def launch_script(path: Path, arguments: Sequence[str], workers: int, stdout: TextIO | None = None) -> int:
     """Runs a script in `workers` processes, as torchrun would; returns the exit code of the first that failed.
 
-    Rank 0's output is passed on at once; the others' is kept, and shown where they fail.
+    What rank 0 prints is passed on at once, to `stdout` and stderr; the others' is kept, and shown where they fail.
     """
     with temporary_folder() as folder:
         logs = [log_path(folder, rank) for rank in range(workers)]
         logs[0].parent.mkdir()
-        for log in logs:
+        for log in (*logs, _output_of(logs[0])):
             log.touch()
         fork_server = ForkServer()
         held, lifeline = os.pipe()
         try:
             _start_script(fork_server, path, arguments, logs, held)
-            return _conclude(_follow_script(fork_server, logs), logs)
+            return _conclude(_follow_script(fork_server, logs, stdout or sys.stdout), logs)
         finally:
             fork_server.close()
             os.close(held)
@@ -294,7 +294,7 @@ def _start_script(
             "directory": os.getcwd(),
             "path": [str(path.absolute().parent), *sys.path],
             "log": str(log),
-        }
+        } | ({} if rank else {"output": str(_output_of(log))})
         fork_server.spawn(rank, request, [held])
 
 
@@ -304,11 +304,19 @@ def _part_of_device(local: int) -> dict[str, str]:
     return {name: parts[local] for name, parts in found.items() if local < len(parts)}
 
 
-def _follow_script(fork_server: ForkServer, logs: Sequence[Path]) -> dict[int, int]:
+def _output_of(log: Path) -> Path:
+    """Returns the file of what rank 0 prints to its standard output."""
+    return log.with_suffix(".out")
+
+
+def _follow_script(fork_server: ForkServer, logs: Sequence[Path], stdout: TextIO) -> dict[int, int]:
     """Returns the exit codes by rank, in the order of the ends; the ranks that have not ended in time are killed."""
     codes: dict[int, int] = {}
     deadline = math.inf
-    with logs[0].open(encoding="utf-8", errors="replace") as output:
+    with (
+        logs[0].open(encoding="utf-8", errors="replace") as said,
+        _output_of(logs[0]).open(encoding="utf-8", errors="replace") as printed,
+    ):
         while len(codes) < len(logs) and monotonic() < deadline:
             for rank, code in fork_server.ended(_LOOK_EVERY_S):
                 if code == NOT_STARTED:
@@ -317,8 +325,9 @@ def _follow_script(fork_server: ForkServer, logs: Sequence[Path]) -> dict[int, i
                 if code != 0:
                     # The others get the time to find out and end by themselves.
                     deadline = min(deadline, monotonic() + _GRACE_S)
-            sys.stdout.write(output.read())
-            sys.stdout.flush()
+            for file, stream in ((printed, stdout), (said, sys.stderr)):
+                stream.write(file.read())
+                stream.flush()
     fork_server.kill([rank for rank in range(len(logs)) if rank not in codes])
     return codes
 

@@ -43,7 +43,7 @@ def run(request: Mapping[str, Any], descriptors: list[int]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.chdir(request["directory"])
     take_environment(request)
-    redirect(Path(request["log"]))
+    redirect(Path(request["log"]), Path(request["output"]) if "output" in request else None)
     torch.set_num_threads(request["threads"])
     try:
         if "script" in request:
@@ -141,17 +141,17 @@ def _run_script(request: Mapping[str, Any], descriptors: list[int]) -> int:
     return 0
 
 
-def redirect(log: Path) -> None:
-    """Lets this process print to a file, as far as its disk takes it, and read nothing."""
-    try:
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError as error:
-        if not takes_no_more(error):
-            raise
-        descriptor = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
+def redirect(log: Path, output: Path | None = None) -> None:
+    """Lets this process print to files, as far as their disk takes it, and read nothing; all to the log, or two."""
+    for number, path in ((1, output or log), (2, log)):
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            if not takes_no_more(error):
+                raise
+            descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     sys.stdout, sys.stderr = _printing(1, sys.stdout), _printing(2, sys.stderr)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
