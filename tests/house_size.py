@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 118_108
+LINES = 118_134
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_920
@@ -16,7 +16,7 @@ CLOSURES = {
     "strategies.one_device": 9_740,
     "strategies.mirrored": 10_910,
     "strategies.central_storage": 12_980,
-    "worker.main": 19_970,
+    "worker.main": 19_980,
     "engine.local.process": 21_470,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_860,

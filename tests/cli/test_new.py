@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headrace.cli import app
-from headrace.cli.commands.extending.new import ExtensionKind, new
-from headrace.errors import UsageError
+from headrace.cli import app, run
+from headrace.cli.commands.extending.new import ExtensionKind
 from headrace.testing import CHECKS
 
 
@@ -44,13 +43,14 @@ def test_a_strategy_that_is_begun_keeps_the_contract(
     test(check, tmp_path / "runs")
 
 
-def test_nothing_is_written_over_and_names_are_checked(tmp_path: Path) -> None:
+def test_nothing_is_written_over_and_names_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "my_strategy.py:MyStrategy(workers=2)" in begin("strategy", tmp_path)
-    with pytest.raises(UsageError, match=r"my_strategy\.py and .*test_my_strategy\.py exists; give another name"):
-        new(ExtensionKind.STRATEGY, "my_strategy", tmp_path)
+    assert run(["new", "strategy", "my_strategy", "--folder", str(tmp_path)]) == 2
+    assert "test_my_strategy.py exists; give another name" in " ".join(capsys.readouterr().err.split())
     for name in ("My-Own", "class", "MyOwn", "../own"):
-        with pytest.raises(UsageError, match="cannot be a file's name; use small letters, digits and _"):
-            new(ExtensionKind.CODEC, name, tmp_path)
+        assert run(["new", "codec", name, "--folder", str(tmp_path)]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "cannot be a file's name; use small letters, digits and _" in said
     assert CliRunner().invoke(app, ["new", "optimizer", "my_own"]).exit_code == 2
     assert len([*tmp_path.iterdir()]) == 2
 

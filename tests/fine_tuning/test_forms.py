@@ -13,7 +13,10 @@ from torch import Tensor
 import headrace as hr
 from fine_tuning.models import LENGTH, Rows, job_of, llama
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"),
+]
 THREADS = hr.ThreadEngine()
 STRATEGIES: dict[str, hr.Strategy] = {
     "mirrored": hr.Mirrored(3),

@@ -1,6 +1,8 @@
-"""Rows of hybrids, and of sequences that are divided between split blocks."""
+"""Rows of what is recorded, of hybrids, and of sequences that are divided between split blocks."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import headrace as hr
 from headrace.testing.strategies import StrategyContract as Row
@@ -11,6 +13,15 @@ MATRICES = frozenset({"muon", "muon-one-matrix", "muon-schedule", "adafactor"})
 
 STATISTICS = frozenset({"statistics"})
 """Of normalisation: each worker has its own, and one device those of the whole batch."""
+
+PARTS = frozenset({"partly-used"})
+"""Of a model whose forward looks at its examples, which no recording has: it is refused."""
+
+PIPELINE = Row(
+    partial(hr.Pipeline, micro_batches=1), many=(2, 3), replicas=lambda workers: 1, whole=False, leaves_out=PARTS
+)
+# Traced, and run as it is; models that are no one program have tests of their own.
+TPU = Row(partial(hr.TPU, compiler="eager"), workers=(2,), many=(2, 3), whole=False, leaves_out=PARTS | STATISTICS)
 
 HYBRIDS = {
     "replicas divided along the sequence": Row(
@@ -52,5 +63,6 @@ HYBRIDS = {
         replicas=lambda workers: workers // 2,
         whole=False,
         refuses=MATRICES,
+        leaves_out=PARTS | STATISTICS,
     ),
 }

@@ -26,7 +26,7 @@ from headrace.strategies import STRATEGIES
 from headrace.testing.strategies import CHECKS, DOUBLE, ROUNDS
 from headrace.testing.strategies import StrategyContract as Row
 from strategies import references
-from strategies.contract_kinds import HYBRIDS, MATRICES, STATISTICS
+from strategies.contract_kinds import HYBRIDS, MATRICES, PIPELINE, STATISTICS, TPU
 from strategies.contract_models import (
     ADAM,
     BATCH,
@@ -70,7 +70,7 @@ ROWS = {
     "parameter_averaging": Row(partial(hr.ParameterAveraging, period=3), references.local_sgd, period=3),
     # In lock-step, see test_parameter_server.py.
     "parameter_server": Row(partial(hr.ParameterServer, staleness_bound=0), servers=1, leaves_out=STATISTICS),
-    "pipeline": Row(partial(hr.Pipeline, micro_batches=1), many=(2, 3), replicas=lambda workers: 1, whole=False),
+    "pipeline": PIPELINE,
     "sandblaster": Row(
         hr.Sandblaster,
         references.sandblaster,
@@ -79,8 +79,7 @@ ROWS = {
         leaves_out=frozenset({"partly-used", "statistics", "weighed"}),
     ),
     "tensor_parallel": Row(hr.TensorParallel, workers=(2,), many=(2, 3), replicas=lambda workers: 1, refuses=MATRICES),
-    # Traced, and run as it is; models that are no one program have tests of their own.
-    "tpu": Row(partial(hr.TPU, compiler="eager"), workers=(2,), many=(2, 3), whole=False),
+    "tpu": TPU,
     "unconnected": Row(hr.Unconnected, references.unconnected),
 }
 

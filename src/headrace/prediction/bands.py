@@ -29,10 +29,14 @@ class Band:
         kind = f"{self.kind}, {why}"
         return Band(kind, self.rows, max(0.0, 1 + times * (self.low - 1)), 1 + times * (self.high - 1))
 
+    @property
+    def where(self) -> str:
+        """Where it is from."""
+        return f"nine in ten of {self.rows} rows of {self.kind}" if self.rows else f"a guess: no row is of {self.kind}"
+
     def __str__(self) -> str:
         """Says where it is from."""
-        rows = f"nine in ten of {self.rows} rows of {self.kind}" if self.rows else f"a guess: no row is of {self.kind}"
-        return f"{100 * (self.low - 1):+.0f} to {100 * (self.high - 1):+.0f} %, {rows}"
+        return f"{100 * (self.low - 1):+.0f} to {100 * (self.high - 1):+.0f} %, {self.where}"
 
 
 def _of_errors(kind: str, rows: int, slow: float, fast: float) -> Band:
@@ -48,4 +52,3 @@ BANDS = {
     "other": _of_errors("this kind", 0, -0.244, 0.320),
 }
 """By kind; of what no table has, twice as wide as the widest."""
-MEMORY = _of_errors("memory, CPU hosts", 16, -0.029, 0.389)

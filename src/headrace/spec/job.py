@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from headrace.spec.weights import Weights
 
+_NOT_GIVEN = -(2**63)
+"""In the place of a number that a job must have."""
+
 
 class JobSource(Struct, frozen=True, forbid_unknown_fields=True):
     """A job file: its absolute path, and "key=value" for what its `job(...)` was called with."""
@@ -77,7 +80,7 @@ class Job:
     model: Callable[[], nn.Module] | nn.Module
     optimizer: Callable[..., Any] | Mapping[str, ParameterSet | Callable[..., Any]]
     data: Any = field(default=None, repr=False)
-    global_batch_size: int = 0
+    global_batch_size: int = _NOT_GIVEN
     task: Any = None
     loss: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None
     metrics: Mapping[str, Callable[..., Any]] | None = None
@@ -97,7 +100,7 @@ class Job:
                 "a job needs data=: a tuple of tensors (inputs, targets), a Dataset, a DataLoader, or a pipeline of "
                 "hr.data"
             )
-        if self.global_batch_size == 0:
+        if self.global_batch_size == _NOT_GIVEN:
             raise UsageError("a job needs global_batch_size=: the examples that all workers together take in one round")
         if isinstance(self.optimizer, Mapping) and self.task is not None:
             raise UsageError(

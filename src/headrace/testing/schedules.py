@@ -60,9 +60,16 @@ def _check_drawing(kind: type[PipelineSchedule], chunks: int) -> None:
 def _check_training(kind: type[PipelineSchedule], chunks: int) -> None:
     job = Case(deep, optimizer=SGD).job(2 * BATCH + 3)
     place = f"{kind.__module__}:{kind.__qualname__}"
+    before = registry.PLACED.get(place)
     registry.PLACED[place] = kind
-    strategy = hr.Pipeline(2, BATCH, schedule=place, chunks=chunks)
-    run = hr.fit(job, strategy, device="cpu", engine=hr.ThreadEngine(), check=False)
+    try:
+        strategy = hr.Pipeline(2, BATCH, schedule=place, chunks=chunks)
+        run = hr.fit(job, strategy, device="cpu", engine=hr.ThreadEngine(), check=False)
+    finally:
+        # What was placed goes to the workers of later runs, too, which may not find its module.
+        del registry.PLACED[place]
+        if before is not None:
+            registry.PLACED[place] = before
     apart = distance(outcome_of(run).tensors, one_device(job, 1).tensors)
     if not apart <= 1e-9:
         raise AssertionError(f"trained by {kind.__name__} on two ranks, a model is {apart:.2g} from one device's")

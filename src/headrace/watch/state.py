@@ -171,9 +171,11 @@ class WatchedRun:
     @property
     def _end(self) -> RunEnded | None:
         """How the last attempt has ended; None while it goes on."""
+        if not self._starts:
+            return None
         if self._ended is not None and self._ended.time_s >= self._starts[-1].time_s:
             return self._ended
-        return last_word(self._lock.parent, None, None) if self._left and self._starts else None
+        return last_word(self._lock.parent, None, None) if self._left else None
 
     def rate(self) -> float | None:
         """Returns the examples a second of the last seconds."""

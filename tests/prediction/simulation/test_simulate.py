@@ -18,7 +18,6 @@ from headrace.report.model.summary import summarize
 from headrace.spec.cluster import Cluster, Host, Link
 from headrace.spec.model import ModelSpec
 from headrace.strategies import STRATEGIES
-from headrace.transport.codec import CODECS, BFloat16
 from prediction.simulation.scenes import QUICK, gpus, model, run
 
 
@@ -124,9 +123,9 @@ def test_a_server_carries_the_bytes_of_all_workers() -> None:
     assert half.step_s == pytest.approx(0.2, rel=0.1)
 
 
-def test_a_new_codec_is_known_to_a_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CODECS, "new", BFloat16())  # type: ignore[arg-type]
-    new, half = (run(hr.ParameterServer(workers=4, push_codec=name), gpus(5)) for name in ("new", "bf16"))
+def test_a_codec_of_a_module_is_known_to_a_simulation() -> None:
+    place = "headrace.transport.codec:BFloat16"
+    new, half = (run(hr.ParameterServer(workers=4, push_codec=name), gpus(5)) for name in (place, "bf16"))
     assert (new.step_s, new.moved_bytes) == (half.step_s, half.moved_bytes)
 
 

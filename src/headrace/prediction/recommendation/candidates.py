@@ -12,6 +12,7 @@ from headrace.spec.model import ModelSpec
 from headrace.strategies import (
     CentralStorage,
     Downpour,
+    FullySharded,
     Gossip,
     Hybrid,
     Mirrored,
@@ -105,6 +106,7 @@ def _whole_models(count: int, cluster: Cluster) -> Iterator[Strategy]:
     if len({host.speed for host in cluster.hosts}) > 1:
         yield Mirrored(count, balance="speed")
     yield CentralStorage(count)
+    yield FullySharded(count)
     yield from (ParameterAveraging(count, period) for period in _PERIODS)
     # DiLoCo's, in the words of the command line.
     yield ParameterAveraging(count, 100, "nesterov")

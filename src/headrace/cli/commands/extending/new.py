@@ -9,9 +9,8 @@ from pathlib import Path
 from string import Template
 from typing import Annotated
 
-import typer
-
-from headrace.cli.command import argument, help_option, option
+from headrace.cli.command import argument, command, option
+from headrace.cli.output import Answer
 from headrace.errors import UsageError
 from headrace.machine import disk
 
@@ -40,13 +39,14 @@ _NEXT = {
 }
 
 
+@command(_EXAMPLES)
 def new(
+    answer: Answer,
     kind: Annotated[ExtensionKind, argument("KIND", "strategy, schedule, codec, source or tracker.")],
     name: Annotated[str, argument("NAME", "Of the file; the class is named for it: slow_mo, SlowMo.")],
     folder: Annotated[Path, option("--folder DIR", "Where to.")] = Path(),
-    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
-    """Write a small strategy, schedule, codec, source or tracker that runs, with its test."""
+    """Write a small extension that runs, with its test."""
     if not name.isidentifier() or name != name.lower() or keyword.iskeyword(name):
         raise UsageError(f"{name!r} cannot be a file's name; use small letters, digits and _, such as slow_mo")
     words = {"name": name, "Name": "".join(part.capitalize() for part in name.split("_"))}
@@ -57,7 +57,10 @@ def new(
     for file, template in files.items():
         text = resources.files(__package__).joinpath("templates", template).read_text(encoding="utf-8")
         file.write_text(Template(text).substitute(words), encoding="utf-8")
-        typer.echo(f"wrote {file}")
     place = f"{folder / name}.py:{words['Name']}"
-    typer.echo(f"python -m pytest {folder / f'test_{name}.py'}")
-    typer.echo(_NEXT[kind].format(place=place, module=name, name=words["Name"]))
+    test = f"python -m pytest {folder / f'test_{name}.py'}"
+    use = _NEXT[kind].format(place=place, module=name, name=words["Name"])
+    written = [str(file) for file in files]
+    answer.give(
+        {"files": written, "test": test, "use": use}, "\n".join([*(f"wrote {file}" for file in written), test, use])
+    )

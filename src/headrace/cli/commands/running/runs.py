@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from headrace.cli.command import argument, command, option
+from headrace.cli.options import MOST_SECONDS
 from headrace.cli.output import Answer, cut
 from headrace.errors import UnfitMachine, UsageError
 from headrace.machine import disk
@@ -62,7 +63,9 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
 def stop(
     answer: Answer,
     run_dir: Annotated[Path, argument("RUN_DIR", "The directory of a run that goes on.")],
-    timeout_s: Annotated[float, option("--timeout-s SECONDS", "How long to wait for its end.", min=0)] = 60.0,
+    timeout_s: Annotated[
+        float, option("--timeout-s SECONDS", "How long to wait for its end.", min=0, max=MOST_SECONDS)
+    ] = 60.0,
 ) -> None:
     """End a run in order.
 
