@@ -27,6 +27,7 @@ FILES = (
     "tests/engine/test_elastic_hosts.py",
     "tests/engine/test_elastic_mirrored.py",
     "tests/engine/test_elastic_rounds.py",
+    "tests/engine/test_endings.py",
     "tests/engine/test_fork_server.py",
     "tests/engine/test_heartbeats.py",
     "tests/engine/test_hosts.py",

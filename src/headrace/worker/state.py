@@ -212,7 +212,8 @@ def declared(replica: Replica, pieces: Iterable[StatePiece]) -> Iterator[StatePi
                 f"({', '.join(sorted(known)) or 'it has none'}) nor declared; say state_keys = ({key!r},) in "
                 f"{what}, and read these pieces in its load()"
             )
-        if piece.name in names:
+        # Each shard of a parameter on a server says for itself what belongs to the parameter as a whole, as its steps.
+        if piece.name in names and (updater or piece.start >= 0):
             raise UsageError(
                 f"{what} saves {piece.name!r} twice, of which a checkpoint holds one; give the second, which may "
                 "have a name of the optimizer's, a key of its own in state_keys"

@@ -16,6 +16,7 @@ from headrace.cli import run
 from headrace.spec.events import LAUNCHER, RunEnded
 from watch.made import started, steps, write
 
+pytestmark = pytest.mark.usefixtures("real_python")
 Capture = pytest.CaptureFixture[str]
 
 HOLD = """
