@@ -33,8 +33,11 @@ def test_each_event_is_read_and_written_again_with_the_same_values() -> None:
         plain = json.loads(line)
         if isinstance(event, Stepped):
             plain = {name: value for name, value in plain.items() if GOES_WITHOUT_SAYING.get(name, ...) != value}
+        again = json.loads(encode(event))
+        # What later versions have added says nothing here.
+        assert not any(value for name, value in again.items() if name not in plain)
         # As text, in which NaN is NaN, and 1 is not 1.0.
-        assert json.dumps(json.loads(encode(event))) == json.dumps(plain)
+        assert json.dumps({name: value for name, value in again.items() if name in plain}) == json.dumps(plain)
         assert encode(decode(encode(event))) == encode(event)
 
 

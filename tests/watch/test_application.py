@@ -12,9 +12,9 @@ import orjson
 import pytest
 
 from headrace.errors import UsageError
+from headrace.report.model import glance
 from headrace.spec.events import LAUNCHER, RunEnded
 from headrace.watch import application
-from headrace.watch import runs as watched_runs
 from headrace.watch.application import Access, WatchServer
 from headrace.watch.runs import RunWatcher
 from watch.made import begun, started, steps, write
@@ -117,9 +117,9 @@ def test_each_run_is_found_once_however_many_links_lead_round(runs: Path) -> Non
         (runs / f"round-{number}").symlink_to(runs)
         (runs / "compare" / f"a-{number}").symlink_to(runs / "a")
     seen: list[Path] = []
-    look = watched_runs._is_run
+    look = glance._is_run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watched_runs, "_is_run", lambda path: seen.append(path) or look(path))
+        patch.setattr(glance, "_is_run", lambda path: seen.append(path) or look(path))
         found = RunWatcher([runs]).found
     assert sorted(path.resolve() for path in found.values()) == sorted(
         runs / name for name in ("a", "compare/mirrored", "compare/<b>x")
