@@ -30,8 +30,8 @@ __all__ = ["main"]
 
 
 def job_of(row: Row, case: str, size: str) -> hr.Job:
-    job = CASES[case].job(COUNTS[size])
-    return row.takes(dataclasses.replace(job, loss=partial(on_device, job.loss)))
+    job = row.takes(CASES[case].job(COUNTS[size]))
+    return dataclasses.replace(job, loss=partial(on_device, job.loss))
 
 
 def train(name: str, case: str, size: str, workers: int, encrypt: bool) -> dict[str, Any]:
@@ -60,9 +60,10 @@ def train(name: str, case: str, size: str, workers: int, encrypt: bool) -> dict[
 
 def reference_of(row: Row, job: hr.Job, workers: int) -> Outcome:
     """Returns what a plain loop trains on the CPU."""
+    job = row.takes(job)
     if row.reference is not references.one_device:
-        return row.reference(row.takes(job), workers)
-    outcome = by_hand(row.takes(job))
+        return row.reference(job, workers)
+    outcome = by_hand(job)
     model = copy.deepcopy(job.model)
     assert isinstance(model, torch.nn.Module)
     assert job.loss is not None
