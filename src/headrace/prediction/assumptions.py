@@ -17,7 +17,7 @@ ALGORITHMS = {
 }
 """All-reduce algorithms by name, with what they do."""
 SPREAD = 0.03
-"""Of a step's time, where nobody has measured it: Goyal et al., 2017, see steps that are 12 % longer with 352 GPUs than
+"""Of a step's time, where the profile has none: Goyal et al., 2017, see steps that are 12 % longer with 352 GPUs than
 with 8 on a network that hides what is sent, which is the slowest of so many steps with a spread of 0.03 to 0.05."""
 VARIED_SPREAD = 0.1
 """Where examples differ in length: between batches that are sorted by length, which differ little, and ones that are

@@ -33,10 +33,10 @@ class OneOfGroup(ProcessGroup):
         return OneOfGroup(list(members).index(self.rank), len(members), self._shared)
 
     def barrier(self) -> None:
-        """Waits for nobody."""
+        """Returns at once: no other rank is there."""
 
     def check(self, peer: int | None = None, broken: str = "") -> None:
-        """Nobody can be lost."""
+        """Finds no lost rank: no other is there."""
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Leaves what it would replace."""

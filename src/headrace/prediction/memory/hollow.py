@@ -1,10 +1,10 @@
 """Tensors without values: code runs as it would, and its memory is counted, but none of it is touched.
 
-A hollow tensor is one of torch's own, on the CPU, whose memory nobody writes to, so that the system gives it no page.
+A hollow tensor is one of torch's own, on the CPU, whose memory is never written to, so that the system gives it no page.
 What an operation makes of it has the shape that torch's meta kernel says, and is hollow, too. What is small and no
 floating-point number (tokens, masks, positions) is computed, so that code may look at it.
 
-    counted    what lives: all memory of tensors, whoever holds it, as long as it does
+    counted    what lives: all memory of tensors, as long as any object holds it
     not seen   what a kernel takes for itself, and what the C library keeps
 """
 

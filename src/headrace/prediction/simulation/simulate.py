@@ -274,7 +274,7 @@ def band_of(scene: Scene) -> Band:
 
 
 def assumed_notes(scene: Scene) -> tuple[str, ...]:
-    """Returns a note of what the prediction depends on and nobody has said, with its values, or none."""
+    """Returns a note of what the prediction depends on and no file says, with its values, or none."""
     assumed, cluster, said = scene.assumptions, scene.cluster, []
     profile, device = scene.model.compute, cluster.device
     if assumed.spread is None and (profile is None or profile.spread is None):

@@ -86,7 +86,7 @@ def bottleneck_of(
         return found
     if lag >= WORTH and lag > read.get(starved, 0.0):
         return _straggler(times, slow, lag, started)
-    # The last to come waits for nobody.
+    # The last process to come waits for no other.
     counted = [times[starved]] if is_starved else list(times.values())
     total = sum(each.total_s for each in counted)
     wait, exchange = sum(each.wait_s for each in counted) / total, sum(each.exchange_s for each in counted) / total
