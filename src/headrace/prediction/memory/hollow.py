@@ -1,6 +1,6 @@
 """Tensors without values: code runs as it would, and its memory is counted, but none of it is touched.
 
-A hollow tensor is one of torch's own, on the CPU, whose memory is never written to, so that the system gives it no page.
+A hollow tensor is one of torch's own, on the CPU, whose memory is not written to, so that the system gives it no page.
 What an operation makes of it has the shape that torch's meta kernel says, and is hollow, too. What is small and no
 floating-point number (tokens, masks, positions) is computed, so that code may look at it.
 
