@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,6 +100,9 @@ def test_ranks_of_a_script_that_wait_for_a_failed_one_are_ended(
     monkeypatch.setattr(engine, "_GRACE_S", 0.01)
     logs = [tmp_path / str(rank) for rank in range(3)]
     logs[0].touch()
+    logs[0].with_suffix(".out").write_text("what rank 0 printed\n")
     ends = Ends((1, 3))
-    assert engine._follow_script(ends, logs) == {1: 3}  # type: ignore[arg-type]
+    stdout = io.StringIO()
+    assert engine._follow_script(ends, logs, stdout) == {1: 3}  # type: ignore[arg-type]
+    assert stdout.getvalue() == "what rank 0 printed\n"
     assert ends.left == [(0, KILLED), (2, KILLED)]

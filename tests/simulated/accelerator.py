@@ -7,17 +7,13 @@ only programs of their own import it, and their workers, where the job names a f
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import importlib
 import os
-import shutil
 import socket
-import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,44 +22,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.devices import DEVICES, DeviceKind
+from simulated.library import library
 from simulated.records import COUNTERS, with_waits
 
 if "_pytest" in sys.modules:
     raise ImportError("the simulated accelerator would stay in pytest's process, for all tests: import it in a program")
 
 NAME = "fake"
-COMPILER = shutil.which("c++") or ""
-
-_SOURCES = [Path(__file__).with_name(name) for name in ("accelerator.cpp", "device.hpp")]
-_BUILT = Path(__file__).resolve().parents[2] / ".cache" / "fake-accelerator"
-
-
-def _library() -> Path:
-    """Compiles the accelerator, once for each of its texts and each version of PyTorch."""
-    text = b"".join(source.read_bytes() for source in _SOURCES) + torch.__version__.encode()
-    library = _BUILT / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
-    if not library.exists():
-        _BUILT.mkdir(parents=True, exist_ok=True)
-        made = library.with_suffix(f".{os.getpid()}")
-        there = Path(torch.__file__).parent
-        places = f"-I{there}/include", f"-I{there}/include/torch/csrc/api/include", f"-L{there}/lib"
-        how = "-std=c++20", "-O1", "-shared", "-fPIC", *places, "-ltorch", "-ltorch_cpu", "-lc10"
-        subprocess.run([COMPILER, str(_SOURCES[0]), "-o", str(made), *how], check=True, capture_output=True, text=True)
-        made.rename(library)
-    return library
 
 
 def _load() -> ctypes.CDLL:
-    path = str(_library())
+    path = str(library())
     torch.ops.load_library(path)
-    library = ctypes.CDLL(path)
+    loaded = ctypes.CDLL(path)
     for name in ("fake_counter", "fake_gate", "fake_blocks"):
-        getattr(library, name).restype = ctypes.c_int64
-    library.fake_fault.argtypes = [ctypes.c_char_p]
-    library.fake_limit.argtypes = [ctypes.c_int, ctypes.c_int64]
+        getattr(loaded, name).restype = ctypes.c_int64
+    loaded.fake_fault.argtypes = [ctypes.c_char_p]
+    loaded.fake_limit.argtypes = [ctypes.c_int, ctypes.c_int64]
     for name in ("fake_wait_before", "fake_open", "fake_is_open"):
-        getattr(library, name).argtypes = [ctypes.c_int64]
-    return library
+        getattr(loaded, name).argtypes = [ctypes.c_int64]
+    return loaded
 
 
 LIBRARY = _load()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import time
@@ -18,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.ranks import free_port
+from simulated.library import COMPILER, library
 from simulated.records import calls_of, counters_of
 from warm.programs import PYTHON
 
-COMPILES = bool(shutil.which("c++"))
+COMPILES = bool(COMPILER)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -71,6 +71,8 @@ def started(
     program: str, folder: Path, told: Sequence[Mapping[str, str]], devices: int = 2, timeout_s: float = 280
 ) -> Ended:
     """Runs a program once for each of these environments, together, on hosts with so many devices."""
+    # What it costs to compile is no part of the time that a program has.
+    library()
     records = folder / "records"
     records.mkdir(exist_ok=True)
     began = [_begin(program, folder, records, devices, one) for one in told]
