@@ -110,8 +110,8 @@ def _keys(tab: Any) -> None:
     tab.press("ArrowLeft")
     tab.press("ArrowLeft")
     tab.until("document.querySelector('#loss output').textContent.includes(' examples: ')")
-    # Lanes are drawn some time after they have come, and take keys from then on.
-    tab.until("document.querySelector('#lanes-canvas canvas').getAttribute('aria-label')")
+    # Lanes are hidden when runs are chosen, and drawn some time after they have come: what is hidden takes no focus.
+    tab.until("document.getElementById('lanes').hidden === false")
     tab.value("document.querySelector('#lanes-canvas canvas').focus()")
     tab.press("ArrowDown")
     tab.until("document.querySelector('#lanes-canvas output').textContent.startsWith('rank 1, from')")
