@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 118_135
+LINES = 118_305
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_920
@@ -20,7 +20,7 @@ CLOSURES = {
     "engine.local.process": 21_470,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_860,
-    "api.fit": 32_900,
+    "api.fit": 33_080,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec import structs
 
-from headrace.report.model.summary import NonFiniteRounds, summarize
+from headrace.report.model.summary import NonFiniteRounds, brief_of, summarize
 from headrace.report.model.training import (
     AveragingSummary,
     BalanceSummary,
@@ -21,7 +21,6 @@ from headrace.report.model.training import (
 )
 from headrace.report.model.verdict import References
 from headrace.report.views import answers
-from headrace.report.views.answers import headline, remarks
 from headrace.report.views.pictures import pictures
 from headrace.report.views.server_pictures import server_pictures
 from headrace.report.views.table import run_rows
@@ -228,14 +227,17 @@ def test_names_in_a_sentence(names, said):
 
 def test_a_run_that_diverged_or_shares_cores_has_a_remark(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     run = summarize(make_run(tmp_path / "mirrored"))
-    assert remarks(run) == ""
+    assert brief_of(run).remarks == ""
     curves = dataclasses.replace(
         run.curves, loss=(*run.curves.loss, dataclasses.replace(run.curves.loss[-1], loss=516.0))
     )
     diverged = dataclasses.replace(run, curves=curves)
-    assert "the training loss ended at 516, " in remarks(diverged)
-    assert "it has diverged" in headline(diverged)
+    assert "the training loss ended at 516, " in brief_of(diverged).remarks
+    assert "it has diverged" in brief_of(diverged).headline
     assert "it has diverged" in dict(run_rows(diverged))["remark"]
     roles = {"roles": [{"host": "mill"}] * 3}
     shared = dataclasses.replace(run, started=structs.replace(run.started, workers=3, cores=2, plan=roles))
-    assert remarks(shared) == "3 processes share 2 cores, and each waits for its turn; a process a core: workers=2"
+    assert (
+        brief_of(shared).remarks
+        == "3 processes share 2 cores, and each waits for its turn; a process a core: workers=2"
+    )

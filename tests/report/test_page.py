@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -16,6 +17,7 @@ from headrace.report.model.verdict import References
 from headrace.report.views.page import write_page
 from headrace.report.views.style import colours_of, style_variables
 from headrace.spec.events import LAUNCHER, Failed, Notice, RunEnded, Saved
+from headrace.spec.job import JobSource
 
 HOSTILE = "<script>alert('1')</script>$\\bad$ &amp; \x00 中 😀"
 XHTML = "{http://www.w3.org/1999/xhtml}"
@@ -125,6 +127,20 @@ def test_hostile_names_are_words_alone(compared):
     shown = HOSTILE.replace("\x00", "\ufffd")
     assert f"run2 ({shown})" in text
     assert f"says rank 1: ValueError: {shown}" in text
+
+
+def test_the_title_of_a_comparison_is_its_job(tmp_path, make_run):
+    def title(strategies, paths):
+        runs = []
+        for index, (strategy, path) in enumerate(zip(strategies, paths, strict=True)):
+            run = summarize(make_run(tmp_path / f"{index}", strategy))
+            runs.append(replace(run, started=structs.replace(run.started, job=JobSource(path) if path else None)))
+        return _parse(write_page(tmp_path / "page.html", runs).read_text()).find(f".//{XHTML}h1").text
+
+    assert title(["one_device", "mirrored"], ["/a/digits/job.py"] * 2) == "digits: 2 strategies"
+    assert title(["mirrored", "mirrored"], ["/a/faces.py"] * 2) == "faces: 2 runs"
+    assert title(["one_device", "mirrored"], ["/a/b.py", "/a/c.py"]) == "0 (one_device), 1 (mirrored)"
+    assert title(["one_device", "mirrored"], [""] * 2) == "0 (one_device), 1 (mirrored)"
 
 
 @pytest.mark.slow

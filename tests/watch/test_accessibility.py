@@ -10,7 +10,7 @@ from headrace.spec.events import LAUNCHER, RunEnded
 from watch.axe import faults
 from watch.browser import CHROMIUM, browser
 from watch.made import started, steps, write
-from watch.test_page import PARTS, hostile_run, server
+from watch.test_page import PARTS, UNFOLD, hostile_run, server
 
 
 @pytest.mark.slow
@@ -24,5 +24,5 @@ def test_axe_finds_no_fault(tmp_path: Path, real_python: None) -> None:
                 tab.open(f"{url}/?{width}{dark}#run=runs/a&run=runs/b", width, dark)
                 for id in PARTS:
                     tab.until(f"document.getElementById('{id}').hidden === false")
-                tab.value("document.querySelector('#lanes details').open = true")
+                tab.value(UNFOLD)
                 assert faults(tab) == [], (width, dark)

@@ -56,7 +56,21 @@ def hostile_run(run_dir: Path) -> Path:
 
 
 TEXT = "document.body.innerText"
-PARTS = ("loss", "rate", "lanes", "staleness", "traffic", "drift", "servers", "memory", "saves", "journal")
+UNFOLD = "document.querySelectorAll('details').forEach((each) => { each.open = true; })"
+PARTS = (
+    "loss",
+    "metric",
+    "spent",
+    "rate",
+    "lanes",
+    "staleness",
+    "traffic",
+    "drift",
+    "servers",
+    "memory",
+    "saves",
+    "journal",
+)
 
 
 @pytest.mark.slow
@@ -70,6 +84,8 @@ def test_the_page_shows_a_run_as_it_happens(tmp_path: Path, real_python: None) -
             port = url.rpartition(":")[2]
             tab.open(f"{url}/#run={quote('runs/<img src=x>')}")
             tab.until(f"{TEXT}.includes('Faults and notices') && {TEXT}.includes('Traffic by server')")
+            _begins(tab)
+            tab.value(UNFOLD)
             # Every hostile text is there as text, and none has become an element.
             assert tab.value("document.querySelectorAll('main script, main img, header img').length") == 0
             assert tab.value(f"{TEXT}.split('<script>alert(1)</script>').length") > 8
@@ -90,6 +106,16 @@ def test_the_page_shows_a_run_as_it_happens(tmp_path: Path, real_python: None) -
         with server(str(runs), "--port", port):
             tab.until("document.getElementById('facts').innerText.includes('400,')")
             assert "trying again" not in tab.value("document.getElementById('status').textContent")
+
+
+def _begins(tab: Any) -> None:
+    """The page begins with a sentence, four values and the last faults; the strategy's own picture is a fourth one."""
+    tab.until("document.getElementById('headline').textContent.includes('Running for ')")
+    assert tab.value("document.querySelectorAll('#tiles dd').length") == 4
+    assert tab.value("document.querySelectorAll('#faults li').length") == 2
+    tab.until("document.querySelectorAll('#spent .bar').length == 2")
+    tab.until("document.querySelector('#curves > :last-child').id == 'staleness'")
+    assert tab.value("document.getElementById('staleness').open && !document.getElementById('drift').open")
 
 
 def _follows(tab: Any, runs: Path) -> None:

@@ -228,7 +228,7 @@ def test_what_is_not_finite_is_left_out_of_the_loss() -> None:
     assert changed is not None
     assert changed["losses"][""][0] == pytest.approx(10.0)
     assert math.isnan(changed["losses"][""][1])
-    assert bins.last() == pytest.approx(10.0)
+    assert bins.ends()[1] == pytest.approx(10.0)
 
 
 def served(time_s: float, moved: int, counts: dict[str, int], busy_s: float) -> ServerStats:

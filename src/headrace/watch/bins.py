@@ -97,14 +97,14 @@ class LossBins:
             "losses": {name: _means(sums[first:count]).astype(np.float32) for name, sums in self._sums.items()},
         }
 
-    def last(self) -> float | None:
-        """Returns the loss of the last bin that has one; None where sets have losses of their own."""
+    def ends(self) -> tuple[float | None, float | None]:
+        """Returns the losses of the first and the last bin that has one; None where sets have losses of their own."""
         if len(self._sums) != 1:
-            return None
+            return None, None
         (sums,) = self._sums.values()
         means = _means(sums[: self.count])
-        known = np.flatnonzero(np.isfinite(means))
-        return float(means[known[-1]]) if len(known) else None
+        known = means[np.isfinite(means)]
+        return (float(known[0]), float(known[-1])) if len(known) else (None, None)
 
     def examples_at(self, time_s: float) -> int:
         """Returns the examples of all steps that have ended by a time, from whole bins."""

@@ -15,6 +15,7 @@ from headrace.machine.identity import own_version
 from headrace.report.format import clean
 from headrace.report.model.ending import LOCK, last_word
 from headrace.report.model.events import is_done_again
+from headrace.report.model.glance import Brief
 from headrace.report.model.training import without
 from headrace.spec.events import (
     Evaluated,
@@ -23,12 +24,13 @@ from headrace.spec.events import (
     RunStarted,
 )
 from headrace.watch.bins import RECENT_WIDTH_S, LossBins, RecentLanes, RunLanes
+from headrace.watch.limit import StepSums
 from headrace.watch.records import DriftCurve, Evaluations, Journal, ProcessTable, SaveLog
 from headrace.watch.servers import ServersSeen
 from headrace.watch.steps import Floats, Ints, Steps
 from headrace.watch.tail import News, RunTail
 
-_MOST_TEXT, _MOST_WORDS = 200, 1000
+_MOST_TEXT, _MOST_WORDS, _MOST_METRICS = 200, 1000, 8
 _QUIET_S = 3.0
 """Who writes nothing for so long may be gone."""
 _RATE_BINS, _UNSETTLED_BINS = 10, 3
@@ -58,13 +60,14 @@ class WatchedRun:
         self._born = self.revision
         self._loss, self._lanes, self._recent = LossBins(), RunLanes(), RecentLanes()
         self._saves, self._processes, self._evaluations = SaveLog(), ProcessTable(), Evaluations()
-        self._journal = Journal()
-        self._parts: dict[str, Journal | SaveLog | DriftCurve | ServersSeen | ProcessTable] = {
+        self._journal, self._sums = Journal(), StepSums()
+        self._parts: dict[str, Journal | SaveLog | DriftCurve | ServersSeen | ProcessTable | StepSums] = {
             "journal": self._journal,
             "saves": self._saves,
             "averaging": DriftCurve(),
             "servers": ServersSeen(),
             "processes": self._processes,
+            "parts": self._sums,
         }
         # The revision at which each part changed last.
         self._changed = dict.fromkeys(self._parts, -1)
@@ -142,6 +145,8 @@ class WatchedRun:
             before = self._windows.get(index, (begin, end))
             self._windows[index] = min(before[0], begin), max(before[1], end)
         self._loss.add(steps, self.revision)
+        self._sums.add_steps(steps)
+        self._changed["parts"] = self.revision
 
     def _attempts(self, time_s: Floats) -> Ints:
         starts = [each.time_s for each in self._starts]
@@ -191,7 +196,7 @@ class WatchedRun:
             "workers": started.workers if started else None,
             "status": self.status,
             "step": self._loss.steps,
-            "loss": self._loss.last(),
+            "loss": self._loss.ends()[1],
             "rate": self.rate() if self.status == "running" else self._overall_rate(),
             "started_at": clean(started.started_at)[:_MOST_TEXT] if started else "",
             "rounds": started.rounds if started else 0,
@@ -257,8 +262,33 @@ class WatchedRun:
             "peak": self._processes.peak,
             "bin_s": RECENT_WIDTH_S,
             "words": clean(self._end.words)[:_MOST_WORDS] if self._end else "",
+            "command": clean(started.command)[:_MOST_WORDS] if started else "",
+            "model": clean(started.model)[:_MOST_TEXT] if started else "",
+            "optimizer": clean(started.optimizer)[:_MOST_TEXT] if started else "",
+            "an_epoch": an_epoch,
+            **self._brief(),
             "marks": self._marks(),
         }
+
+    def _brief(self) -> dict[str, Any]:
+        """Returns the sentence and the four values that the report begins with."""
+        if not self._starts:
+            return {"headline": "", "tiles": []}
+        row, started, evaluated = self.row(), self._starts[-1], self._evaluations.events
+        metrics = dict(list(evaluated[-1].metrics.items())[:_MOST_METRICS]) if evaluated else {}
+        brief = Brief(
+            started,
+            row["status"],
+            clean(self._end.words)[:_MOST_WORDS] if self._end else "",
+            self._loss.examples / started.examples_per_epoch if started.examples_per_epoch else 0.0,
+            self._loss.steps,
+            float(self._training_s(np.array([self._until_s]))[0]),
+            row["rate"],
+            {clean(name)[:_MOST_TEXT]: value for name, value in metrics.items()},
+            self._loss.ends(),
+            self._sums.bottleneck(started),
+        )
+        return {"headline": clean(brief.headline)[: 2 * _MOST_WORDS], "tiles": brief.tiles}
 
     def _marks(self) -> list[dict[str, Any]]:
         """Returns faults, resumptions and an early end, where each stands in the charts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
@@ -13,7 +14,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.spec.events import Event, RunStarted, ServerStats, SharesBalanced, Stepped, WorkerStarted, decode
+from headrace.spec.events import (
+    Event,
+    InputStats,
+    RunStarted,
+    ServerStats,
+    SharesBalanced,
+    Stepped,
+    WorkerStarted,
+    decode,
+)
 from headrace.spec.plain import to_plain
 
 Floats = npt.NDArray[np.float64]
@@ -24,7 +34,7 @@ _FIELDS = (
     *("compute_s", "exchange_s", "update_s", "wait_s", "lease"),
 )
 _of = attrgetter(*_FIELDS)
-_LEFT_OUT = (b'{"kind":"pushes"', b'{"kind":"passed"', b'{"kind":"rows_asked"', b'{"kind":"fed"')
+_LEFT_OUT = (b'{"kind":"pushes"', b'{"kind":"passed"', b'{"kind":"rows_asked"')
 """Events that the page shows nothing of."""
 
 _MOST_S, _MOST = 1e9, 2.0**50
@@ -148,7 +158,9 @@ def _is_sound(event: Event) -> bool:
     """Whether the page can add an event up: a file that was changed may hold any number."""
     if not (0 <= event.time_s < _MOST_S and -1 <= event.rank < _MOST):
         return False
-    if isinstance(event, RunStarted) and min(event.resumed_step, event.global_batch_size, event.examples_per_epoch) < 0:
+    if isinstance(event, RunStarted) and not _is_start(event):
+        return False
+    if isinstance(event, InputStats) and not _is_input(event):
         return False
     if isinstance(event, SharesBalanced) and not event.seconds:
         return False
@@ -157,6 +169,25 @@ def _is_sound(event: Event) -> bool:
         if not all(name.removeprefix("-").isdecimal() and len(name) < 16 for name in names):
             return False
     return _is_bounded(to_plain(event))
+
+
+def _is_start(event: RunStarted) -> bool:
+    """Whether what runs where, and the command, can be read."""
+    roles = event.plan.get("roles", ())
+    try:
+        shlex.split(event.command)
+    except ValueError:
+        return False
+    if not isinstance(roles, list | tuple) or not all(isinstance(each, dict) and "host" in each for each in roles):
+        return False
+    return min(event.resumed_step, event.global_batch_size, event.examples_per_epoch, event.threads) >= 0
+
+
+def _is_input(event: InputStats) -> bool:
+    times = [event.seconds, event.waited_s, *(each.busy_s for each in event.stages)]
+    times += [each.waiting_s for each in event.stages]
+    counts = min(event.readers, event.examples, event.batches)
+    return bool(event.stages) and counts >= 0 and all(0 <= each < _MOST_S for each in times)
 
 
 def _is_bounded(value: Any) -> bool:

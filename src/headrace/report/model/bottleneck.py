@@ -237,7 +237,7 @@ def changed_command(started: RunStarted, **changes: int) -> str:
     while words:
         name, sign, value = words.pop(0).partition("=")
         if name in ("--run-dir", "--strategy", "--workers", "-w", "--resume", "--watch"):
-            value = value if sign or name in ("--resume", "--watch") else words.pop(0)
+            value = value if sign or name in ("--resume", "--watch") or not words else words.pop(0)
             options[name] = value
         else:
             kept.append(f"{name}{sign}{value}")

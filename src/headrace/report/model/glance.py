@@ -1,15 +1,17 @@
-"""Runs below a directory, and each in one line: from the begin and the end of its files, however long they are."""
+"""Runs at a glance: those below a directory, each in one line, from the edges of its files; one in a sentence."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.machine import disk
-from headrace.report.format import clean
+from headrace.report.format import clean, duration, plural, short
+from headrace.report.model.bottleneck import Bottleneck, fewer_workers, shared_cores
 from headrace.report.model.ending import LOCK, UNFINISHED
 from headrace.spec.events import Event, RunEnded, RunStarted, Stepped, decode
 
@@ -17,6 +19,68 @@ DEPTH = 2
 """A directory of comparisons has runs two levels below."""
 _GLANCE = 16 << 10
 _MOST_RANKS = 64
+_DIVERGED = 2.0
+"""A loss that ends above so many times where it began has diverged."""
+
+
+@dataclass(frozen=True)
+class Brief:
+    """A run, ended or not, in the few values that its sentence and its tiles are made of.
+
+    `words` are cause and remedy of an early end; `metrics` those of the last evaluation; `losses` the first and the
+    last of training.
+    """
+
+    started: RunStarted
+    status: str
+    words: str
+    epochs: float
+    steps: int
+    seconds: float
+    examples_per_s: float | None
+    metrics: Mapping[str, float]
+    losses: tuple[float | None, float | None]
+    bottleneck: Bottleneck | None
+
+    @property
+    def headline(self) -> str:
+        """One sentence: how it ended where it did not do all its rounds, what it reached, and how fast."""
+        end = {"ok": "Done after", "running": "Running for"}.get(self.status, f"{self.status.capitalize()} after")
+        told = f": {self.words}" if self.words else ""
+        reached = ", ".join(f"{name} {short(value)}" for name, value in self.metrics.items())
+        after = f"{plural(self.epochs, 'epoch')}, {plural(self.steps, 'step')} in {duration(self.seconds)}"
+        because = self.bottleneck.because if self.bottleneck else ""
+        result, limit = (f" {text[:1].upper()}{text[1:]}." if text else "" for text in (reached, because))
+        odd = f" Remark: {self.remarks}." if self.remarks else ""
+        return f"{end} {after}{told}.{result}{odd}{limit}"
+
+    @property
+    def remarks(self) -> str:
+        """What is odd about a run that ends well: a loss that rose, more processes than cores; "" else."""
+        found = []
+        first, last = self.losses
+        if first is not None and last is not None and first > 0 and last > _DIVERGED * first:
+            found.append(
+                f"the training loss ended at {short(last)}, {short(last / first)} × where it began: "
+                "it has diverged; lower the learning rate, or clip the gradients (Options(clip_norm=1.0))"
+            )
+        if shared := shared_cores(self.started):
+            fewer = fewer_workers(self.started) or "give it more cores"
+            found.append(f"{shared}, and each waits for its turn; {fewer}")
+        return "; ".join(found)
+
+    @property
+    def tiles(self) -> tuple[tuple[str, str], ...]:
+        """Four values that most look for: what was reached, in how much time, how fast, and what limits it."""
+        names = sorted(self.metrics, key=lambda name: name == "loss")
+        reached = (names[0], short(self.metrics[names[0]])) if names else ("training loss", short(self.losses[1]))
+        limit = self.bottleneck.kind.lower().replace("-bound", "").replace("- and", " and") if self.bottleneck else "–"
+        return (
+            reached,
+            ("training time", duration(self.seconds)),
+            ("examples/s", short(self.examples_per_s)),
+            ("limited by", limit),
+        )
 
 
 def runs_below(path: Path) -> list[Path]:

@@ -11,6 +11,7 @@ from headrace.errors import DataError
 from headrace.report.model.bottleneck import Bottleneck, bottleneck_of
 from headrace.report.model.ending import last_word
 from headrace.report.model.events import Attempt, EventLog, attempts, of_kind, read_log
+from headrace.report.model.glance import Brief
 from headrace.report.model.inputs import InputSummary, inputs_of
 from headrace.report.model.pipeline import PipelineStep, passed_of
 from headrace.report.model.predicted import PredictedRun
@@ -198,6 +199,16 @@ class Summary:
     def metrics(self) -> Mapping[str, float]:
         """The metrics of the last evaluation; empty without one."""
         return self.curves.evaluations[-1].metrics if self.curves.evaluations else {}
+
+
+def brief_of(run: Summary) -> Brief:
+    """Returns a run in the few values that its sentence and its tiles are made of."""
+    training, points = run.training, run.curves.loss
+    losses = run.curves.first_loss, points[-1].loss if points else None
+    return Brief(
+        *(run.started, run.status, run.outcome.words, training.epochs, training.steps, training.seconds),
+        *(training.examples_per_s, run.metrics, losses, run.bottleneck),
+    )
 
 
 def summarize(run_dir: Path | str, log: EventLog | None = None) -> Summary:

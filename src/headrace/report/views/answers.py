@@ -8,7 +8,6 @@ from operator import attrgetter
 
 from headrace.policies.measurement import REACHED
 from headrace.report.format import byte_count, duration, fixed, percent, plural, short
-from headrace.report.model.bottleneck import fewer_workers, shared_cores
 from headrace.report.model.pipeline import PipelineStep
 from headrace.report.model.summary import Summary
 from headrace.report.model.training import STEP_PARTS, BalanceSummary, LossPoint, StepTimes, smoothed
@@ -48,50 +47,6 @@ def _left_out(runs: Sequence[Summary]) -> str:
     """Returns a sentence about the runs that are not compared."""
     rest = [each for each in runs if each not in _finished(runs)]
     return f" Not compared, because not finished: {names_of(rest)}." if rest else ""
-
-
-def headline(run: Summary) -> str:
-    """Returns one run in a sentence: how it ended where it did not do all its rounds, what it reached, and how fast."""
-    end = "Done" if run.status == "ok" else run.status.capitalize()
-    told = f": {run.outcome.words}" if run.outcome.words else ""
-    reached = ", ".join(f"{name} {short(value)}" for name, value in run.metrics.items())
-    after = f"{plural(run.training.epochs, 'epoch')}, {plural(run.steps, 'step')} in {duration(run.training.seconds)}"
-    result = f" {reached[:1].upper()}{reached[1:]}." if reached else ""
-    limit = f" {run.bottleneck.because[:1].upper()}{run.bottleneck.because[1:]}." if run.bottleneck else ""
-    odd = f" Remark: {remarks(run)}." if remarks(run) else ""
-    return f"{end} after {after}{told}.{result}{odd}{limit}"
-
-
-_DIVERGED = 2.0
-"""A loss that ends above so many times where it began has diverged."""
-
-
-def remarks(run: Summary) -> str:
-    """Returns what is odd about a run that ended well: a loss that rose, more processes than cores; "" else."""
-    found = []
-    first, points = run.curves.first_loss, run.curves.loss
-    if first is not None and first > 0 and points and points[-1].loss > _DIVERGED * first:
-        found.append(
-            f"the training loss ended at {short(points[-1].loss)}, {short(points[-1].loss / first)} × where it began: "
-            "it has diverged; lower the learning rate, or clip the gradients (Options(clip_norm=1.0))"
-        )
-    if shared := shared_cores(run.started):
-        found.append(f"{shared}, and each waits for its turn; {fewer_workers(run.started) or 'give it more cores'}")
-    return "; ".join(found)
-
-
-def tiles(run: Summary) -> tuple[tuple[str, str], ...]:
-    """Returns four values that most look for: what was reached, in how much time, how fast, and what limits it."""
-    names = sorted(run.metrics, key=lambda name: name == "loss")
-    last = run.curves.loss[-1].loss if run.curves.loss else None
-    reached = (names[0], short(run.metrics[names[0]])) if names else ("training loss", short(last))
-    limit = run.bottleneck.kind.lower().replace("-bound", "").replace("- and", " and") if run.bottleneck else "–"
-    return (
-        reached,
-        ("training time", duration(run.training.seconds)),
-        ("examples/s", short(run.examples_per_s)),
-        ("limited by", limit),
-    )
 
 
 def loss_answer(runs: Sequence[Summary], references: References, by_time: bool) -> str:

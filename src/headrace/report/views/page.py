@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from headrace.errors import UsageError
-from headrace.report.format import MISSING, duration, fixed, short, to_cells, to_heads, torn_text
-from headrace.report.model.summary import Summary
+from headrace.report.format import MISSING, duration, fixed, plural, short, to_cells, to_heads, torn_text
+from headrace.report.model.summary import Summary, brief_of
 from headrace.report.model.training import STEP_PARTS, WARM_UP_STEPS
 from headrace.report.model.verdict import References, verdict
-from headrace.report.views.answers import headline, tiles
 from headrace.report.views.document import (
     definitions,
     embedded,
@@ -75,8 +74,20 @@ def write_page(path: Path | str, summaries: Sequence[Summary], references: Refer
     """
     if not summaries:
         raise UsageError("a page needs at least one run, got none")
-    title = ", ".join(each.name for each in summaries) if len(summaries) <= 4 else f"{len(summaries)} runs compared"
+    title = _title(summaries)
     return write_document(Path(path), title, _page(title, summaries, references or References()))
+
+
+def _title(summaries: Sequence[Summary]) -> str:
+    """Returns the job that all runs are of, and how many they are; where it has no one file, the runs' names."""
+    jobs = {each.started.job.path if each.started.job else "" for each in summaries}
+    file = Path(jobs.pop()) if len(jobs) == 1 else Path()
+    # job.py says less than its folder.
+    named = file.parent.name if file.stem == "job" else file.stem
+    if len(summaries) > 1 and named:
+        differ = len({each.strategy for each in summaries}) == len(summaries)
+        return f"{named}: {len(summaries)} strategies" if differ else f"{named}: {plural(len(summaries), 'run')}"
+    return ", ".join(each.name for each in summaries) if len(summaries) <= 4 else f"{len(summaries)} runs compared"
 
 
 def page_fragment(summaries: Sequence[Summary], references: References | None = None) -> str:
@@ -130,12 +141,12 @@ def _fold(title: str, table: str, drawn: Sequence[Picture], keys: Mapping[str, s
 
 def _header(title: str, summaries: Sequence[Summary], references: References) -> str:
     first = summaries[0].started
-    lede = verdict(summaries, references) if len(summaries) > 1 else headline(summaries[0])
+    lede = verdict(summaries, references) if len(summaries) > 1 else brief_of(summaries[0]).headline
     hosts = dict.fromkeys(host for each in summaries for host in each.outcome.hosts)
     batches = dict.fromkeys(str(each.started.global_batch_size) for each in summaries)
     sets = dict.fromkeys(f"{each.started.examples_per_epoch:,} examples" for each in summaries)
     if len(summaries) == 1:
-        return page_header("headrace", title, lede, tiles(summaries[0]))
+        return page_header("headrace", title, lede, brief_of(summaries[0]).tiles)
     facts = (
         ("started", first.started_at.replace("T", " ", 1)),
         (

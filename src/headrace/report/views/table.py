@@ -25,9 +25,8 @@ from headrace.report.format import (
     to_rows,
     torn_text,
 )
-from headrace.report.model.summary import Saves, Summary
+from headrace.report.model.summary import Saves, Summary, brief_of
 from headrace.report.model.verdict import References, verdict
-from headrace.report.views.answers import remarks
 from headrace.report.views.server_subjects import SERVERS, server_line, worker_rows
 from headrace.report.views.subjects import (
     AVERAGING,
@@ -265,7 +264,7 @@ _RUN: tuple[Field[Summary], ...] = (
     *json_fields("training.steps", "training.epochs", "training.examples"),
     Field(attrgetter("name"), label="run"),
     Field(lambda summary: ending(summary) or "ok", label="status"),
-    Field(lambda summary: remarks(summary) or None, key="remark", label="remark"),
+    Field(lambda summary: brief_of(summary).remarks or None, key="remark", label="remark"),
     Field(_attempts_text, label="attempts"),
     Field(_resumed_text, label="resumed"),
     Field(_processes_text, label="processes"),

@@ -73,6 +73,9 @@ export function swatch(style) {
   return made;
 }
 
+const MOST_MARKED = 60;
+const dot = (place, fill) => element("circle", { cx: place.split(" ")[0], cy: place.split(" ")[1], r: 3, fill });
+
 const LEFT = 52, RIGHT = 12, TOP = 10, BOTTOM = 34;
 
 export class Chart {
@@ -95,7 +98,7 @@ export class Chart {
     this.#svg.addEventListener("keydown", (event) => this.#step(event));
   }
 
-  // Each of `series` has name, colour (a style variable), dashes, points ([x, y]) and perhaps dots.
+  // Each of `series` has name, colour (a style variable), dashes, points ([x, y]) and perhaps dots, alone or marked on a line.
   show(series, changes = {}) {
     this.#series = series;
     Object.assign(this.#options, changes);
@@ -133,11 +136,12 @@ export class Chart {
       const colour = `var(--${each.colour})`;
       const at = each.points.map(([x, y]) => `${toX(x).toFixed(1)} ${toY(y).toFixed(1)}`);
       if (each.dots || at.length === 1) {
-        parts.push(...at.map((it) => element("circle", { cx: it.split(" ")[0], cy: it.split(" ")[1], r: 3, fill: colour })));
+        parts.push(...at.map((it) => dot(it, colour)));
       } else if (at.length) {
         const dashes = each.dashes || "none";
         const form = { fill: "none", stroke: colour, "stroke-width": 1.7, "stroke-dasharray": dashes, "stroke-linejoin": "round" };
         parts.push(element("path", { d: "M" + at.join("L"), ...form }));
+        if (each.marked && at.length <= MOST_MARKED) parts.push(...at.map((it) => dot(it, colour)));
       }
     }
     for (const [x, text] of marks) {

@@ -44,6 +44,7 @@ const lanesSoon = spaced(() => drawLanes(), 400);
 const chart = (id, options) => new Chart(at(id).querySelector(".chart"), options);
 const charts = {
   loss: chart("loss", { name: "Loss", x: "examples", y: "loss", showX: short, showY: short }),
+  metric: chart("metric", { name: "Metric", x: "examples", y: "", showX: short, showY: short }),
   rate: chart("rate", { name: "Examples a second", x: "", y: "examples/s", showX: duration, showY: short, fromZero: true }),
   staleness: chart("staleness", { name: "Mean staleness", x: "", y: "updates", showX: duration, showY: short, fromZero: true }),
   traffic: chart("traffic", { name: "Traffic by server", x: "", y: "", showX: duration, showY: (value) => `${bytes(value)}/s`, fromZero: true }),
@@ -56,8 +57,24 @@ at("parts").replaceChildren(
     box.style.background = `var(--${colour})`;
     return make("li", {}, box, name);
   }),
-  make("li", {}, make("span", { class: "bad" }, "/// "), "lost"),
 );
+
+// The picture of the run's own strategy stands beside the others: staleness of servers, drift of averaging, else lanes.
+function place() {
+  const own = ["staleness", "drift", "lanes"].map(at).find((each) => !each.hidden);
+  for (const each of [...at("curves").querySelectorAll(".own")]) if (each !== own) at("more").prepend(each);
+  if (own && own.parentElement !== at("curves")) {
+    at("curves").append(own);
+    own.open = true;
+  }
+}
+
+// Of a run that has ended the whole is looked at, until someone chooses.
+let chosen = false;
+function settleTime() {
+  const wanted = run.status === "running" || run.status === "no run yet" ? "recent" : "lanes";
+  if (!chosen) document.querySelector(`input[name=time][value=${wanted}]`).checked = true;
+}
 
 function namesInAddress() {
   return new URLSearchParams(location.hash.slice(1)).getAll("run");
@@ -81,8 +98,9 @@ function connect() {
     open: () => {
       forget();
       panels.complaints([]);
-      for (const id of ["lanes", "staleness", "traffic", "drift", "servers", "memory", "evaluations", "saves", "journal"]) at(id).hidden = true;
+      for (const id of ["lanes", "staleness", "traffic", "drift", "servers", "memory", "evaluations", "saves", "journal", "metric", "spent"]) at(id).hidden = true;
       at("ask").hidden = true;
+      chosen = false;
     },
     message: take,
     lost: (text) => {
@@ -152,6 +170,8 @@ function takeCurves(name, message) {
 function takeDetail(message) {
   run = message.run;
   curvesSoon();
+  settleTime();
+  panels.head(run);
   panels.facts(run);
   if (message.complaints) panels.complaints(message.complaints);
   if (message.whole) lanes = { lanes: new LaneStore(), recent: new LaneStore() };
@@ -161,6 +181,7 @@ function takeDetail(message) {
     processes = message.processes;
     panels.processes(processes);
   }
+  if (message.parts) panels.spent(message.parts, PARTS);
   if (message.journal) panels.journal(message.journal);
   if (message.saves) panels.saves(message.saves);
   if (message.servers) {
@@ -173,6 +194,7 @@ function takeDetail(message) {
     drawDrift();
   }
   lanesSoon();
+  place();
 }
 
 const pairs = (xs, ys) => xs.map((x, index) => [x, ys[index]]);
@@ -184,26 +206,28 @@ const marks = (axis) => (run ? run.marks : []).map((each) => [each[axis], each.t
 function drawCurves() {
   const by = document.querySelector("input[name=by]:checked").value;
   const names = selected.filter((name) => curves.has(name));
-  const losses = [], rates = [];
+  const alone = names.length === 1;
+  const losses = [], metrics = [], rates = [];
+  const told = names.length ? curves.get(names[0]).evaluations.flatMap((each) => Object.keys(each.metrics)) : [];
+  const metric = told.find((name) => name !== "loss");
   names.forEach((name, index) => {
     const { loss, evaluations, rates: rate } = curves.get(name);
-    const alone = names.length === 1;
     for (const [set, values] of loss.losses) {
       const own = set === "" ? "training" : set;
       const form = set === "" || !alone ? style(index) : style(losses.length);
       losses.push({ name: alone ? own : set === "" ? name : `${name}, ${set}`, ...form, points: pairs(loss[by], values) });
     }
-    const seen = evaluations.filter((each) => Number.isFinite(each.metrics.loss));
-    const dots = { name: alone ? "evaluation" : `${name}, evaluation`, ...style(alone ? 1 : index), dots: true };
-    if (seen.length) losses.push({ ...dots, points: seen.map((each) => [each[by], each.metrics.loss]) });
+    const of = (key) => evaluations.filter((each) => Number.isFinite(each.metrics[key])).map((each) => [each[by], each.metrics[key]]);
+    const seen = of("loss"), dots = { name: alone ? "evaluation" : `${name}, evaluation`, ...style(alone ? 1 : index), dots: true };
+    if (seen.length) losses.push({ ...dots, points: seen });
+    if (metric !== undefined) metrics.push({ name: alone ? metric : name, ...style(index), points: of(metric), marked: true });
     rates.push({ name: alone ? "rate" : name, ...style(index), points: pairs(rate.seconds, rate.rate) });
   });
-  charts.loss.show(losses, {
-    x: by === "examples" ? "examples" : "of training",
-    showX: by === "examples" ? short : duration,
-    logarithmic: at("logarithmic").checked,
-    marks: marks(by),
-  });
+  const axis = { x: by === "examples" ? "examples" : "of training", showX: by === "examples" ? short : duration, marks: marks(by) };
+  charts.loss.show(losses, { ...axis, logarithmic: at("logarithmic").checked });
+  at("metric").hidden = metric === undefined;
+  say(at("metric-head"), `${metric}, by evaluations`);
+  charts.metric.show(metrics, { ...axis, name: metric });
   charts.rate.show(rates, { x: "of the run", marks: marks("time_s") });
 }
 
@@ -215,6 +239,7 @@ function drawServers() {
 
 function drawDrift() {
   at("drift").hidden = !averaging.time_s.length;
+  place();
   charts.drift.show([{ name: "drift", ...style(0), points: pairs(averaging.time_s, averaging.drift) }], { x: "of the run", marks: marks("time_s") });
   const period = averaging.period.at(-1);
   say(at("drift").querySelector("p"), period === undefined ? "" : `the period is ${period} rounds: ${averaging.why}`);
@@ -223,6 +248,7 @@ function drawDrift() {
 function drawLanes() {
   const kind = document.querySelector("input[name=time]:checked").value;
   at("lanes").hidden = !lanes[kind].bins.size;
+  place();
   const lost = new Map(processes.map((each) => [each.rank, each.lost]));
   picture.show(lanes[kind], lost, kind === "recent" ? RECENT_BINS : 0);
 }
@@ -233,9 +259,10 @@ function status() {
     return;
   }
   say(at("title"), selected[0]);
-  at("status").className = panels.isBad(run.status) ? "bad" : run.status === "ok" ? "good" : "";
+  at("status").className = panels.isBad(run.status) ? "bad" : run.status === "ok" ? "good" : "live";
   at("ended").hidden = !run.words;
   say(at("ended"), run.words);
+  at("headline").classList.toggle("alert", panels.isBad(run.status));
   document.title = `${selected[0]}: ${panels.statusText(run.status)}, headrace watch`;
   say(at("status"), run.missing > 0 ? `${panels.statusText(run.status)}; older events are being read` : panels.statusText(run.status));
 }
@@ -250,7 +277,10 @@ function age() {
 }
 
 for (const each of document.querySelectorAll("input[name=by], #logarithmic")) each.addEventListener("change", drawCurves);
-for (const each of document.querySelectorAll("input[name=time]")) each.addEventListener("change", drawLanes);
+for (const each of document.querySelectorAll("input[name=time]")) each.addEventListener("change", () => {
+  chosen = true;
+  drawLanes();
+});
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   at("curves").focus();

@@ -60,11 +60,37 @@ const NAMES = { ok: "finished", running: "running", failed: "failed", interrupte
 export const isBad = (status) => !["ok", "running", "no run yet"].includes(status);
 export const statusText = (status) => NAMES[status] || status;
 
+// Names and values, of which those that change are told anew.
+function define(place, pairs) {
+  resize(place, pairs.length, () => make("div", {}, make("dt"), make("dd")));
+  pairs.forEach(([name, value], index) => {
+    const [term, told] = place.children[index].children;
+    say(term, name);
+    say(told, value);
+  });
+}
+
+// What a run says at a glance: how far it is, a sentence, four values.
+export function head(run) {
+  const known = run.rounds > 0;
+  const goesOn = run.status === "running" && run.step > 0 && run.rounds > run.step;
+  const left = goesOn ? `about ${duration((run.until_s * (run.rounds - run.step)) / run.step)} left` : "";
+  const epochs = run.an_epoch && run.batch ? Math.round((run.rounds * run.batch) / run.an_epoch) : 0;
+  const epoch = epochs && run.epochs !== null ? `epoch ${Math.min(epochs, 1 + Math.floor(run.epochs))} of ${epochs}` : "";
+  at("progress").hidden = !known;
+  const bar = at("progress").querySelector("progress");
+  if (known) [bar.max, bar.value] = [run.rounds, Math.min(run.step, run.rounds)];
+  say(at("progress").querySelector("span"), [`step ${run.step} of ${run.rounds}`, epoch, left].filter(Boolean).join(", "));
+  say(at("headline"), run.headline);
+  define(at("tiles"), run.tiles);
+}
+
 export function facts(run) {
   const epochs = run.epochs === null ? "" : `, ${short(run.epochs)} epochs`;
-  const goesOn = run.status === "running" && run.step > 0 && run.rounds > run.step;
-  const left = goesOn ? `, about ${duration((run.until_s * (run.rounds - run.step)) / run.step)} left` : "";
   const pairs = [
+    ["command", run.command || "–"],
+    ["model", run.model || "–"],
+    ["optimizer", run.optimizer || "–"],
     ["strategy", `${run.strategy || "–"}${run.workers ? `, ${run.workers} workers` : ""}`],
     ["device", run.threads ? `${run.device}, ${run.threads} thread${run.threads === 1 ? "" : "s"}` : run.device || "–"],
     ["global batch", short(run.batch)],
@@ -72,7 +98,7 @@ export function facts(run) {
     ["examples", run.examples === null ? "being counted" : short(run.examples)],
     ["loss", short(run.loss)],
     [run.status === "running" ? "examples/s now" : "examples/s", short(run.rate)],
-    ["time", `${duration(run.until_s)}${left}`],
+    ["time", duration(run.until_s)],
     ["checkpoints", String(run.checkpoints)],
     ["largest memory", run.peak],
     ["started", run.started_at.replace("T", " ") || "–"],
@@ -80,12 +106,33 @@ export function facts(run) {
   ];
   if (run.attempts > 1) pairs.push(["attempts", String(run.attempts)]);
   if (run.missing > 0) pairs.push(["not read yet", `${(100 * run.missing).toFixed(0)} % of the events`]);
-  resize(at("facts"), pairs.length, () => make("div", {}, make("dt"), make("dd")));
-  pairs.forEach(([name, value], index) => {
-    const [term, told] = at("facts").children[index].children;
-    say(term, name);
-    say(told, value);
-  });
+  define(at("facts"), pairs);
+  say(at("configuration").querySelector("summary span"), [run.model, run.optimizer].filter(Boolean).join("; "));
+}
+
+const MOST_BARS = 8;
+
+// One bar a worker: the parts of its mean step, as wide as they are long.
+export function spent(message, parts) {
+  const order = ["wait", "compute", "exchange", "update", "other"];
+  const names = new Map(parts);
+  const total = (seconds) => seconds.reduce((a, b) => a + b, 0);
+  const rows = message.ranks.slice(0, MOST_BARS).map((rank, index) => [rank, message.seconds[index]]);
+  const most = Math.max(...rows.map(([, seconds]) => total(seconds)));
+  at("spent").hidden = !(most > 0);
+  at("spent").querySelector(".bars").replaceChildren(...rows.map(([rank, seconds]) => {
+    const told = order.map((part, n) => `${names.get(part)} ${duration(seconds[n])}`).join(", ");
+    const bar = make("div", { class: "bar", role: "img", "aria-label": `rank ${rank}, a step: ${told}`, title: told });
+    order.forEach((part, n) => {
+      const piece = make("span");
+      piece.style.background = `var(--${part})`;
+      piece.style.width = `${(100 * seconds[n]) / most}%`;
+      bar.append(piece);
+    });
+    return make("div", { class: "row" }, make("span", { class: "quiet" }, `rank ${rank}`), bar, make("span", {}, duration(total(seconds))));
+  }));
+  const rest = message.ranks.length - rows.length;
+  if (rest > 0) at("spent").querySelector(".bars").append(make("p", { class: "quiet" }, `and ${rest} more workers`));
 }
 
 export function complaints(lines) {
@@ -158,8 +205,21 @@ export function saves(message) {
 }
 
 const BAD = ["failed", "lost", "not finite"];
+const MOST_FAULTS = 3;
 
 export function journal(message) {
+  // The end of a run has its own line above.
+  const faults = message.lines.filter((each) => BAD.includes(each.kind));
+  at("faults").hidden = !faults.length;
+  const rest = faults.length - MOST_FAULTS;
+  at("faults").replaceChildren(
+    ...faults.slice(0, MOST_FAULTS).map((each) => {
+      const who = each.rank < 0 ? "" : `, rank ${each.rank}`;
+      return make("li", {}, make("span", { class: "bad" }, each.kind), ` at ${duration(each.time_s)}${who}: ${each.text}`);
+    }),
+    ...(rest > 0 ? [make("li", { class: "quiet" }, `${rest} more below`)] : []),
+  );
+  say(at("journal").querySelector("summary span"), message.lines.length ? message.lines[0].text : "");
   // What has been unfolded stays so when lines come before it.
   const open = new Set([...at("journal").querySelectorAll("details[open]")].map((each) => each.dataset.key));
   fill(
