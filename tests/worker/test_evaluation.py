@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from engine.lasting import DATA, lasting_job
+from engine.victims import INPUTS, TARGETS, make_job
 from headrace.errors import UsageError
 from headrace.spec.events import Evaluated, Notice
 from headrace.worker.evaluations.early_stopping import EarlyStopper
@@ -183,3 +184,33 @@ def test_a_metric_of_ones_own_is_followed(tmp_path: Path) -> None:
     options = {"eval_every": 1, "early_stopping": hr.EarlyStopping("worse", patience=3)}
     job = functools.partial(fit, hr.OneDevice(), tmp_path, options)
     assert [event.step for event in evaluated(job(metrics={"worse": worse}))] == [1, 2, 3, 4]
+
+
+SETS = {"val": (INPUTS, TARGETS), "test": (INPUTS[:5], TARGETS[:5])}
+
+
+def test_a_set_has_a_name_that_a_curve_can_have_and_no_metric_has_begun() -> None:
+    assert [*make_job(eval_data=SETS).eval_sets] == ["", "test/"]
+    assert [*make_job(eval_data={"x": INPUTS, "y": TARGETS}).eval_sets] == [""]
+    with pytest.raises(UsageError, match="a name has letters"):
+        make_job(eval_data={"val": SETS["val"], "a?": SETS["test"]})
+    with pytest.raises(UsageError, match="metrics of an evaluation set begin with 'test/'; call 'test/loss' otherwise"):
+        make_job(eval_data=SETS, metrics={"test/loss": F.mse_loss})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_each_set_has_metrics_of_its_own(strategy: hr.Strategy) -> None:
+    both = hr.fit(make_job(eval_data=SETS, epochs=1), strategy, engine=hr.ThreadEngine()).metrics
+    for name, data in SETS.items():
+        alone = hr.fit(make_job(eval_data=data, epochs=1), strategy, engine=hr.ThreadEngine()).metrics
+        begin = "" if name == "val" else f"{name}/"
+        assert {key: both[f"{begin}{key}"] for key in alone} == alone
+
+
+@pytest.mark.slow
+def test_early_stopping_follows_a_metric_of_any_set() -> None:
+    stopping = hr.EarlyStopping("test/loss", patience=1, min_delta=1e9)
+    job = make_job(eval_data=SETS, epochs=9, options=hr.Options(early_stopping=stopping))
+    run = hr.fit(job, engine=hr.ThreadEngine())
+    assert sum(isinstance(event, Evaluated) for event in run.events) == 2

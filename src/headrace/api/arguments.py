@@ -51,14 +51,22 @@ def check_arguments(train: Callable[[Worker], None] | None, arguments: FitArgume
         raise UsageError(f"train must be a function that takes a worker, got {type(train).__name__}")
     if not isinstance(arguments.engine, Engine | None):
         raise UsageError(f"engine must be hr.ThreadEngine(), another engine or None, got {arguments.engine!r:.60}")
-    if not isinstance(arguments.callbacks, Sequence):
-        raise UsageError(f"callbacks must be a list of hr.Callback objects, got {arguments.callbacks!r:.60}")
-    if wrong := [each for each in arguments.callbacks if not isinstance(each, Callback)]:
-        raise UsageError(f"callbacks are objects of subclasses of hr.Callback, got {wrong[0]!r:.60}")
     if not isinstance(arguments.run_dir, str | Path | None):
         raise UsageError(f"run_dir must be the path of a directory, or None, got {arguments.run_dir!r:.60}")
     if arguments.run_dir == "":
         raise UsageError("run_dir is empty, as an unset shell variable is; name a directory, or leave it out")
+
+
+def callbacks_of(job: Job, arguments: FitArguments) -> tuple[Callback, ...]:
+    """Returns the callbacks of the job and of the call; raises UsageError where one is none."""
+    every: list[Callback] = []
+    for given in (getattr(job, "callbacks", ()), arguments.callbacks):
+        if not isinstance(given, Sequence):
+            raise UsageError(f"callbacks must be a list of hr.Callback objects, got {given!r:.60}")
+        every += given
+    if wrong := [each for each in every if not isinstance(each, Callback)]:
+        raise UsageError(f"callbacks are objects of subclasses of hr.Callback, got {wrong[0]!r:.60}")
+    return tuple(every)
 
 
 def resume_request(arguments: FitArguments) -> ResumeRequest:

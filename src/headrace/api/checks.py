@@ -110,7 +110,7 @@ def inspect_job(job: Job, closures: bool = False, whole_model: bool = True, in_p
     _check_early_stopping(job)
     pipeline, said_of_data = as_pipeline(job.data)
     notices = (*notice_of_torch(), *said_of_data)
-    check_cache_folders(*(data for data in (pipeline, job.eval_data) if isinstance(data, InputPipeline)))
+    check_cache_folders(*(data for data in (pipeline, *job.eval_sets.values()) if isinstance(data, InputPipeline)))
     makers: list[Any] = [each.optimizer for each in job.sets.values()] or [job.optimizer]
     users = (job.loss, job.task, job.metrics, job.inputs, job.target, *makers, job.options.schedule)
     with torch.random.fork_rng(devices=[]), untouched(*users), same_generators():
@@ -123,9 +123,9 @@ def inspect_job(job: Job, closures: bool = False, whole_model: bool = True, in_p
         check_loss_parameters(job, module, sample)
         if isinstance(given, nn.Module):
             check_loss_of_copy(job, given, module, sample)
-        if job.eval_data is not None:
-            notices += _eval_notices(job)
-            notices += _try(job, module, job.eval_data, "eval_data", sets, parts)[1]
+        for name, data in job.eval_sets.items():
+            what = f"eval_data[{name.removesuffix('/')!r}]" if name else "eval_data"
+            notices += (*_eval_notices(data, what), *_try(job, module, data, what, sets, parts)[1])
         check_trained(module)
         check_frozen(module)
         check_precision(job.options, module)
@@ -154,12 +154,12 @@ def _sample(job: Job) -> Share:
     return _first_share(job, job.data, "data")[0]
 
 
-def _eval_notices(job: Job) -> tuple[str, ...]:
-    """Returns what is said of `eval_data`, which an error names."""
+def _eval_notices(data: object, what: str) -> tuple[str, ...]:
+    """Returns what is said of data to evaluate on, which an error names."""
     try:
-        return as_pipeline(job.eval_data)[1]
+        return as_pipeline(data)[1]
     except DataError as error:
-        raise DataError(f"eval_data: {error}") from error
+        raise DataError(f"{what}: {error}") from error
 
 
 def _row_updater(job: Job, model: ModelSpec) -> RowUpdater:
@@ -350,7 +350,8 @@ def _check_early_stopping(job: Job) -> None:
     if job.eval_data is None:
         raise UsageError("early_stopping follows evaluations, and the job has no eval_data; give it some")
     losses = list(map(loss_name, job.sets)) or ["loss"]
-    names = [*losses, *(job.task.metrics if job.task else ()), *(job.metrics or ())]
+    metrics = [*losses, *(job.task.metrics if job.task else ()), *(job.metrics or ())]
+    names = [f"{prefix}{name}" for prefix in job.eval_sets for name in metrics]
     if option.metric not in names:
         raise UnknownName("metric for early stopping", option.metric, names)
 

@@ -171,7 +171,7 @@ class _Session:
         self._run = run
         self._retries = retries
         # Rates are measured without evaluations, which early stopping would need.
-        self._short = replace(job, eval_data=None, options=replace(job.options, early_stopping=None))
+        self._short = replace(job, eval_data=None, callbacks=(), options=replace(job.options, early_stopping=None))
         self._strategies: dict[str, Strategy] = {}
         self._measured: dict[str, Measurement] = {}
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from headrace.api.checks import inspect_job
 from headrace.api.resume import find
 from headrace.api.run import load_model
+from headrace.api.verification.recording import Trained, evaluate_sets
 from headrace.checkpoint import Checkpoint, CheckpointFolder
 from headrace.errors import CheckpointMismatch, DataError, UsageError
 from headrace.export.choice import DEFAULT, FORMATS, ExportChoice
@@ -27,7 +28,7 @@ from headrace.export.signature import Signature, TensorForm, form_of, open_file,
 from headrace.export.tensors import Array, check_lengths, not_finite
 from headrace.export.writing import examples_of, write_model
 from headrace.machine import disk
-from headrace.modules import parameters_and_buffers
+from headrace.modules import evaluating, parameters_and_buffers
 from headrace.report.model.events import EventLog, of_kind, read_log
 from headrace.report.model.summary import summarize
 from headrace.spec.events import RunStarted
@@ -124,6 +125,25 @@ def predict_file(job: Job, run_dir: Path, data: Path, step: int | None = None) -
     forms = tuple(form_of(name, tensor, free_lengths(sample.tensors)) for name, tensor in sample.tensors.items())
     forms = values_of(forms, [inputs_of(job, module, batch).tensors for batch in batches])
     return _predict(partial(run_predictor, predictor), read_inputs(data, forms), forms)
+
+
+def evaluate_run(job: Job, run_dir: Path, step: int | None = None) -> tuple[int | None, dict[str, float]]:
+    """Returns the step of the checkpoint, if it is one, and loss and metrics over the job's sets to evaluate on.
+
+    Args:
+        job: of the run, or one with the same model and other sets.
+
+    Raises:
+        UsageError: there is no such run or checkpoint, or the job has nothing to evaluate on.
+        CheckpointMismatch: the run is of another job.
+    """
+    if not job.eval_sets:
+        raise UsageError("the job has no eval_data; give it some, or name another job by --job")
+    job, module, checkpoint = trained(job, run_dir, step)
+    found = Trained()
+    with evaluating(module):
+        evaluate_sets(job, module, found)
+    return checkpoint.step if checkpoint else None, found.metrics
 
 
 def predict_with_folder(folder: Path, data: Path) -> tuple[str, dict[str, Array]]:

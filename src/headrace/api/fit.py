@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from headrace.api.arguments import FitArguments, check_arguments, checkpoints_of, resume_request
+from headrace.api.arguments import FitArguments, callbacks_of, check_arguments, checkpoints_of, resume_request
 from headrace.api.checks import JobInfo, check_split, inspect_job
 from headrace.api.probes.layers import refuse_share_of_one
 from headrace.api.probes.probing import require_outputs_alone, run_probes
@@ -189,6 +189,7 @@ def run_job(job: Job, train: Callable[[Worker], None] | None, strategy: str | St
 
 def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, arguments: FitArguments) -> Run:
     check_arguments(train, arguments)
+    callbacks = callbacks_of(job, arguments)
     listeners = Listeners(arguments.on_event)
     require_working_directory()
     # Now, because building the user's model may change the working directory.
@@ -203,7 +204,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     known = Cluster.load(arguments.cluster) if isinstance(arguments.cluster, str | Path) else arguments.cluster
     with _machines(chosen, arguments, ranks) as cluster:
         # A data set may count or draw what is read of it; the run begins with it as it was.
-        with untouched(_objects(getattr(job, "data", None)), _objects(getattr(job, "eval_data", None))):
+        with untouched(*map(_objects, (getattr(job, "data", None), *getattr(job, "eval_sets", {}).values()))):
             info, plan = _planned(job, chosen, arguments, cluster, known, launched)
         job = info.job
         checkpoints = checkpoints_of(job, chosen, arguments)
@@ -224,7 +225,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
                 seconds=arguments.seconds,
                 checkpoints=checkpoints,
                 description=describe_run(job, info, plan) if checkpoints or arguments.resume else {},
-                callbacks=tuple(arguments.callbacks),
+                callbacks=callbacks,
                 attempt=AttemptInfo(lasting=keeper is None),
                 caller=replace(caller, witness=_witness(info, arguments, bool(launched))),
             )

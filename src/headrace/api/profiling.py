@@ -99,7 +99,7 @@ def profile(
 def without_end(job: Job) -> Job:
     """Returns a job that trains until it is stopped, and evaluates nothing."""
     options = replace(job.options, early_stopping=None, eval_every=None)
-    return replace(job, eval_data=None, epochs=None, steps=_ENDLESS, options=options)
+    return replace(job, eval_data=None, callbacks=(), epochs=None, steps=_ENDLESS, options=options)
 
 
 def with_ready_data(job: Job, seconds: float) -> Job:

@@ -53,6 +53,7 @@ class LocalStepsExchange(Exchange):
         self.defers = local.defers
         self.state_keys = sync.state_keys
         self.updater = local.updater
+        self.learning_rates = local.learning_rates
 
     def begin(self, round_: int) -> None:
         self._local.begin(round_)

@@ -24,6 +24,7 @@ from headrace.cli.commands.recommend import recommend
 from headrace.cli.commands.report import report
 from headrace.cli.commands.running.runs import ps, stop
 from headrace.cli.commands.saved.checkpoint import checkpoint
+from headrace.cli.commands.saved.evaluate import evaluate
 from headrace.cli.commands.saved.export import export
 from headrace.cli.commands.saved.predict import predict
 from headrace.cli.commands.saved.serve import serve
@@ -55,6 +56,7 @@ _EXAMPLES = """
   headrace rehearse job.py --strategy downpour --workers 64
   headrace data profile job.py
   headrace checkpoint list runs/a
+  headrace evaluate runs/a
   headrace export runs/a -o model
   headrace predict runs/a photo.png
   headrace serve model
@@ -78,6 +80,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "plan": plan,
     "data": data,
     "checkpoint": checkpoint,
+    "evaluate": evaluate,
     "export": export,
     "predict": predict,
     "serve": serve,

@@ -68,7 +68,7 @@ def answering_form(job: Job, model: nn.Module) -> tuple[Job, nn.Module]:
         return job, with_whole_tables(model)
     module = with_whole_tables(model.exported())
     names = tuple(inspect.signature(module.forward).parameters)
-    data = job.data if job.eval_data is None else job.eval_data
+    data = job.eval_sets.get("", job.data)
     return replace(job, data=data, eval_data=None, inputs=names, task=None, loss=_none, metrics=None), module
 
 

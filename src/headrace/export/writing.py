@@ -262,7 +262,7 @@ def _missing(runner: ProgramRunner, subject: _Subject) -> dict[str, float]:
 
 def examples_of(job: Job) -> list[Any]:
     """Returns up to 100 examples of the evaluation set, or of the training set where there is none."""
-    data = job.data if job.eval_data is None else job.eval_data
+    data = job.eval_sets.get("", job.data)
     pipeline, _ = as_pipeline(data)
     loader = Loader(pipeline, job.seed, min(_BATCH, len(pipeline)), (1,), 0, ordered=True)
     batches, count = [], 0

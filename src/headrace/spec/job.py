@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from msgspec import Struct
 from headrace.errors import UsageError
 from headrace.spec.options import Options, require_count
 from headrace.spec.parameter_sets import ParameterSet, TurnOrder, as_sets, check_sets, loss_name
+from headrace.spec.patterns import require_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,7 +46,8 @@ class Job:
             parameters a dict: set to `loss(model, batch)`.
         metrics: name to `metric(output, target)`, returning a scalar mean or an `hr.Mean`, or to an object of
             torchmetrics.
-        eval_data: what metrics are computed on, in the forms of `data`.
+        eval_data: what metrics are computed on, in the forms of `data`; or a dict of several such sets by name: the
+            first is evaluated as one alone is, and the metrics of the others begin with their names, "test/loss".
         epochs: visits of every example; or give `steps`.
         steps: rounds, where `epochs` is None.
         seed: fixes initialisation, order and augmentation.
@@ -58,6 +60,7 @@ class Job:
         weights: a folder of safetensors files, one such file, or the URL of either, whose tensors are the model's first
             values, by the names of its `state_dict()`; a folder may have a `model.safetensors.index.json`. An
             `hr.Weights` has names that differ. None for the values that `model` gives.
+        callbacks: what rank 0 calls at named moments, before those that `fit` is given; see `hr.Callback`.
         source: the file that it was read from, for commands that read it again; None where a program made it.
 
     Raises:
@@ -93,6 +96,7 @@ class Job:
     target: Any = None
     weights: str | os.PathLike[str] | Weights | None = None
     source: JobSource | None = None
+    callbacks: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
         if self.data is None:
@@ -127,11 +131,27 @@ class Job:
             Weights.of(self.weights)
         if not isinstance(self.options, Options):
             raise UsageError(f"options must be hr.Options(...), got {type(self.options).__name__}")
+        for name in self.eval_sets:
+            if name:
+                require_name(name)
+            if taken := [metric for metric in self.metrics or () if name and metric.startswith(name)]:
+                raise UsageError(f"the metrics of an evaluation set begin with {name!r}; call {taken[0]!r} otherwise")
 
     @property
     def sets(self) -> dict[str, ParameterSet]:
         """The sets of parameters that are trained in turns, by name; {} where one optimizer has all."""
         return as_sets(self.optimizer)
+
+    @property
+    def eval_sets(self) -> dict[str, Any]:
+        """Sets to evaluate on, by what the names of their metrics begin with: "" for the first, "test/"; {} for none.
+
+        A dict of tensors or arrays is one set: its examples are dicts.
+        """
+        data = self.eval_data
+        if isinstance(data, Mapping) and data and not any(_is_array(each) for each in data.values()):
+            return {f"{name}/" if place else "": each for place, (name, each) in enumerate(data.items())}
+        return {} if data is None else {"": data}
 
     @property
     def turns(self) -> TurnOrder | None:
@@ -155,6 +175,10 @@ class Job:
                 f"there is a loss for each of {', '.join(map(str, self.loss))}, and one optimizer; give optimizer="
                 "{set: function, ...} with the same sets"
             )
+
+
+def _is_array(value: object) -> bool:
+    return getattr(value, "dtype", None) is not None
 
 
 def _shown(value: object) -> str:

@@ -121,6 +121,9 @@ class UpdatingExchange(Exchange):
     def scale_rates(self, factor: float) -> None:
         self.updater.schedule.factor = factor
 
+    def learning_rates(self) -> Mapping[str, Any]:
+        return {f"learning_rate/{i}" if i else "learning_rate": x for i, x in enumerate(self.updater.schedule.used)}
+
     def memory(self) -> tuple[int, int]:
         return self.parameter_bytes, self.updater.state_bytes()
 

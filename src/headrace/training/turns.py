@@ -70,6 +70,10 @@ class _SetExchanges(Exchange):
         for each in self._exchanges.values():
             each.scale_rates(factor)
 
+    def learning_rates(self) -> Mapping[str, Any]:
+        each = self._exchanges.items()
+        return {f"{name}/{curve}": x for name, one in each for curve, x in one.learning_rates().items()}
+
     def state(self) -> Iterable[StatePiece]:
         return chain.from_iterable(each.state() for each in self._exchanges.values())
 

@@ -41,6 +41,7 @@ class Schedule:
 
     Attributes:
         factor: multiplies the learning rates beside schedule and warm-up.
+        used: the learning rates of the last round, by group; [] where no schedule, warm-up or factor has changed them.
     """
 
     def __init__(self, options: Options, optimizer: torch.optim.Optimizer, rounds_per_epoch: int) -> None:
@@ -50,9 +51,13 @@ class Schedule:
         self._warmup = options.warmup
         self._every = rounds_per_epoch if options.schedule_every == "epoch" else 1
         self._scheduler = make(options.schedule, optimizer) if options.schedule else None
+        self.used: list[Any] = []
 
     def advance(self, round_: int) -> None:
         """Counts a round, whether or not its update was made."""
+        if self._scheduler is not None or self._warmup or self.used or self.factor != 1.0:
+            share = self.warmth(round_)
+            self.used = [share * group["lr"] for group in self._optimizer.param_groups if "lr" in group]
         if self._scheduler is None or (round_ + 1) % self._every:
             return
         with warnings.catch_warnings():
@@ -163,6 +168,9 @@ class ScalesRates(Protocol):
 
         The factor is part of `settings`.
         """
+
+    def learning_rates(self) -> Mapping[str, Any]:
+        """Returns those of the last round, by the name of their curve; {} where they never change."""
 
 
 @runtime_checkable

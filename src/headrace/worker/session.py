@@ -335,10 +335,9 @@ def build_evaluation(run: RunSpec, role: Role, replica: Replica, group: ProcessG
         return None
     from headrace.worker.evaluations.evaluation import Evaluation
 
-    pipeline, _ = as_pipeline(job.eval_data)
     budget = _cpu_budget(plan, role)
 
-    def loader(rank: int, world: int) -> Loader:
+    def loader(pipeline: InputPipeline, rank: int, world: int) -> Loader:
         each = plan.workers // plan.replicas
         shares = (1,) * (world // each)
         # Where workers may join and leave, the present ones evaluate.
@@ -348,7 +347,9 @@ def build_evaluation(run: RunSpec, role: Role, replica: Replica, group: ProcessG
         size = batch * len(shares) if batch else max(job.global_batch_size, len(shares))
         return Loader(data.pipeline, job.seed, size, data.shares, data.rank, ordered=True, cpu_budget=budget)
 
-    return Evaluation(job, replica, functools.cache(loader), group, run.swaps_weights)
+    pipelines = {name: as_pipeline(data)[0] for name, data in job.eval_sets.items()}
+    loaders = {name: functools.cache(functools.partial(loader, pipeline)) for name, pipeline in pipelines.items()}
+    return Evaluation(job, replica, loaders, group, run.swaps_weights)
 
 
 def sample_of(job: Job) -> Any:

@@ -306,3 +306,23 @@ def test_where_workers_may_come_and_go_the_learning_rate_stays_and_a_stop_counts
     with pytest.raises(WorkerFailed, match="a callback cannot change the learning rate where workers may come and go"):
         hr.fit(make_job(), strategy, callbacks=[Slower({2: 0.5})], check=False)
     assert steps_of(hr.fit(make_job(epochs=1000), strategy, callbacks=[Stopper()], check=False)) == {0: 4, 1: 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [hr.OneDevice(), hr.Mirrored(2), hr.ParameterAveraging(2, period=1)], ids=repr)
+def test_learning_rates_that_change_are_events(strategy: hr.Strategy) -> None:
+    options = hr.Options(warmup=2, schedule=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=4, gamma=0.5))
+    run = hr.fit(make_job(options=options), strategy, engine=ENGINE)
+    told = [(event.step, event.values) for event in run.events if event.kind == "values_logged"]
+    rate = make_job().optimizer(nn.Linear(1, 1).parameters()).param_groups[0]["lr"]
+    assert told == [(step, {"learning_rate": rate * share}) for step, share in ((1, 0.5), (2, 1.0), (5, 0.5))]
+
+
+@pytest.mark.slow
+def test_a_job_has_callbacks_and_those_of_the_call_come_after() -> None:
+    order: list[str] = []
+    first, second = Doing(lambda moment: order.append("job")), Doing(lambda moment: order.append("call"))
+    hr.fit(make_job(callbacks=[first]), engine=ENGINE, callbacks=[second])
+    assert order == ["job", "call"]
+    with pytest.raises(UsageError, match="callbacks are objects of subclasses of hr.Callback, got 3"):
+        hr.fit(make_job(callbacks=[3]))

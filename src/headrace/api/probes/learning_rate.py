@@ -180,7 +180,7 @@ def find_learning_rate(
         early_stopping=None,
         on_nonfinite="skip",
     )
-    tried = replace(job, epochs=None, steps=steps, eval_data=None, options=options)
+    tried = replace(job, epochs=None, steps=steps, eval_data=None, callbacks=(), options=options)
     run = fit(tried, OneDevice(), device=device, engine=engine, checkpoints=False, check=False, callbacks=[_Ending()])
     # A step whose batch a filter has emptied has no loss.
     found = sorted((each.step, each.loss) for each in run.events if isinstance(each, Stepped) and each.examples)

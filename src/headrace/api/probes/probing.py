@@ -109,7 +109,7 @@ def _is_slow(module: nn.Module, share: Share, objective: Objective) -> bool:
 def probe_metrics(job: Job, module: nn.Module) -> tuple[Finding, ...]:
     """Runs the job's own metrics on some examples of its evaluation data, whole and in parts."""
     metrics = {name: metric for name, metric in (job.metrics or {}).items() if not accumulates(metric)}
-    shares = _some_shares(job, job.eval_data, module, 1) if metrics and job.eval_data is not None else []
+    shares = _some_shares(job, job.eval_sets[""], module, 1) if metrics and job.eval_sets else []
     if not shares:
         return ()
 

@@ -158,11 +158,11 @@ class RehearsalSetup:
 
     def _evaluation_s(self, scene: Scene) -> float:
         """Returns how long the workers together take to evaluate: each computes the forward of its part."""
-        data = self._info.job.eval_data
-        if data is None:
+        sets = self._info.job.eval_sets
+        if not sets:
             return 0.0
         one = scene.step(scene.hosts[0], max(1, scene.examples // scene.workers))
-        return one.forward_s * len(as_pipeline(data)[0]) / max(1, scene.examples)
+        return one.forward_s * sum(len(as_pipeline(data)[0]) for data in sets.values()) / max(1, scene.examples)
 
     def _spec(self, strategy: Strategy) -> RunSpec:
         info = self._info

@@ -45,15 +45,12 @@ def shorten(job: Job, rounds: int, batch: int | None = None, examples: int | Non
     data = as_pipeline(job.data)[0]
     batch = batch or job.global_batch_size
     wanted = examples or max(1, (rounds + 1) // 2 - 1) * batch + batch // 2 + 1 - batch // 2 % 2
-    evaluation = job.eval_data
-    if evaluation is not None:
-        evaluation = as_pipeline(evaluation)[0]
-        evaluation = evaluation.take(min(len(evaluation), 2 * batch + 1)) if evaluation.hosts is None else evaluation
+    most = 2 * batch + 1
     options = replace(job.options, early_stopping=None, eval_every=None)
     return replace(
         job,
         data=data.take(wanted) if len(data) > wanted and data.hosts is None else data,
-        eval_data=evaluation,
+        eval_data=_each_set(job, lambda each: each.take(min(len(each), most)) if each.hosts is None else each),
         global_batch_size=batch,
         epochs=None,
         steps=rounds,
@@ -74,9 +71,7 @@ def with_model(job: Job, change: Change) -> Job:
 
 def doubled(job: Job) -> Job:
     """Returns the job in double precision: its model, and the floating-point numbers of its data."""
-    made = replace(job, data=_in_double(job.data))
-    if job.eval_data is not None:
-        made = replace(made, eval_data=_in_double(job.eval_data))
+    made = replace(job, data=_in_double(job.data), eval_data=_each_set(job, _in_double))
     # A given model is put into double precision where it is, by `doubling`.
     return made if isinstance(job.model, nn.Module) else with_model(made, nn.Module.double)
 
@@ -97,6 +92,12 @@ def doubling(job: Job, double: bool) -> Iterator[None]:
             tensor.data = data
         for part, name, buffer in buffers:
             setattr(part, name, buffer)
+
+
+def _each_set(job: Job, change: Callable[[InputPipeline], InputPipeline]) -> Any:
+    """Returns the sets to evaluate on, changed; the only one as it is, several by their names."""
+    sets = {name: change(as_pipeline(data)[0]) for name, data in job.eval_sets.items()}
+    return sets.get("") if len(sets) < 2 else {name.removesuffix("/") or "first": each for name, each in sets.items()}
 
 
 def _in_double(data: Any) -> InputPipeline:

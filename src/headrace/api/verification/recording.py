@@ -302,17 +302,25 @@ def examine(job: Job, module: nn.Module, found: Trained) -> None:
     with evaluating(module), torch.no_grad():
         output = call(module, first_batch(job), job.inputs)
         found.outputs = flat(job.task.activation(output) if job.task else output)
-        if job.eval_data is not None:
-            found.metrics = evaluate(job, module, _examined(job), found.note)
+        evaluate_sets(job, module, found)
+
+
+def evaluate_sets(job: Job, module: nn.Module, found: Trained) -> None:
+    """Notes loss and metrics over each of the job's sets to evaluate on."""
+    for name, data in job.eval_sets.items():
+        values = evaluate(job, module, _examined(job, data), found.note)
+        found.metrics |= {f"{name}{metric}": value for metric, value in values.items()}
 
 
 def first_batch(job: Job) -> Any:
     """Returns a batch of the first examples of the evaluation data, or else of the training data."""
-    return next(share.batch for share in _examined(job).sweep(alone=True) if share.examples)
+    return next(
+        share.batch for share in _examined(job, job.eval_sets.get("", job.data)).sweep(alone=True) if share.examples
+    )
 
 
-def _examined(job: Job) -> Loader:
-    data = as_pipeline(job.data if job.eval_data is None else job.eval_data)[0]
+def _examined(job: Job, data: Any) -> Loader:
+    data = as_pipeline(data)[0]
     return Loader(data, job.seed, min(job.global_batch_size, len(data)), (1,), 0, ordered=True)
 
 
@@ -331,7 +339,7 @@ def evaluate(job: Job, module: nn.Module, loader: Loader, note: Callable[[str, A
             total, weight = weigh(value, share.examples, name)
             note(name, value.total if isinstance(value, Mean) else value)
             before = sums.get(name, (0.0, 0.0))
-            sums[name] = before[0] + float(total), before[1] + float(weight)
+            sums[name] = before[0] + float(total.detach()), before[1] + float(weight)
         for each in joined.values():
             each.add(output, target)
     alone = ThreadCollective(ThreadGroup(1), 0)

@@ -169,7 +169,7 @@ class _Session:
 
     def verified(self, double: bool) -> Verification:
         """Compares; in double precision where single precision leaves a doubt; and searches the cause."""
-        job, notes = self._job, list[str]()
+        job, notes = self._job, ["the job's callbacks had no part in it"] if self._job.callbacks else []
         try:
             with keeping(job):
                 batch = affordable_batch(job, inspect_job(job, self._strategy.closures).module, _ROUND_S)
@@ -228,7 +228,7 @@ class _Session:
     def _compared(self, job: Job, tolerance: Tolerance) -> _Trial:
         strategy, notes = self._strategy, list[str]()
         # What is compared begins with the constructor's values, also in the plain loops.
-        job = replace(join_loss(job, strategy.whole_model), weights=None)
+        job = replace(join_loss(job, strategy.whole_model), weights=None, callbacks=())
         if not isinstance(job.model, nn.Module):
             # What a constructor draws from the system is another thing whenever it is built: all get the first one's.
             job = replace(job, model=SameBuild(job.model))

@@ -22,7 +22,7 @@ _BATCH = 32
 def metrics_of(job: Job, model: torch.nn.Module, programs: Mapping[str, Program]) -> dict[str, dict[str, float]]:
     """Returns the job's metrics over its whole evaluation set, by the names of programs that take inputs by name.
 
-    A program's output has gone through the task's activation, which is undone: metrics and losses take what the model
+    Of several sets it is the first. A program's output has gone through the task's activation, which is undone: metrics and losses take what the model
     returns. There are no metrics without an evaluation set, nor of a model that computes its loss itself.
     """
     if job.eval_data is None or not measurable(job):
@@ -37,7 +37,7 @@ def metrics_of(job: Job, model: torch.nn.Module, programs: Mapping[str, Program]
     }
     means = {name: measure for name, measure in measures.items() if not accumulates(measure)}
     sums = {name: {measure: [0.0, 0.0] for measure in means} for name in programs}
-    pipeline, _ = as_pipeline(job.eval_data)
+    pipeline, _ = as_pipeline(job.eval_sets[""])
     loader = Loader(pipeline, job.seed, min(_BATCH, len(pipeline)), (1,), 0, ordered=True)
     for share in loader.sweep(alone=True):
         if not share.examples:

@@ -243,7 +243,7 @@ class Console:
     def _text(self, event: Event) -> str:
         match event:
             case Evaluated():
-                values = "".join(f"  val {name} {short(value):<6}" for name, value in event.metrics.items())
+                values = "".join(f"  {'' if '/' in name else 'val '}{name} {short(value):<6}" for name, value in event.metrics.items())
                 return f"{self._rounds.place(event.step, event.epoch)}{values}".rstrip()
             case Saved() if self._plain:
                 return f"saved step {event.step}, {byte_count(event.bytes)}"

@@ -27,6 +27,9 @@ class CallbackRunner:
         self._session = session
         self._callbacks: tuple[Callback, ...] = session.run.callbacks
         self._factor: float | None = None
+        exchange = session.replica.exchange
+        self._rates = exchange if isinstance(exchange, ScalesRates) and session.group.rank == 0 else None
+        self._rates_told: Mapping[str, float] = {}
         actions = RunActions(self._log_values, self._log_picture, self._log_text, self._stop, self._set_factor)
         module = session.replica.compute.module
         self._moment = Moment(module, session.run.run_dir, actions)
@@ -37,6 +40,9 @@ class CallbackRunner:
     def stepped(self, loss: float | None, turn: str = "") -> None:
         """Calls them after a step of this worker."""
         self._moment.loss, self._moment.turn = loss, turn
+        if self._rates and (rates := self._rates.learning_rates()) and rates != self._rates_told:
+            self._rates_told = {name: float(rate) for name, rate in rates.items()}
+            self._session.events.log(self._rates_told, self._session.progress.done)
         with self._here() as (callbacks, moment):
             for callback in callbacks:
                 callback.on_step(moment)

@@ -28,21 +28,22 @@ from headrace.worker.evaluations.loss import LossOfModel, loss_in
 class Evaluation:
     """Computes the loss and the metrics, with averaged statistics, and averaged weights if it `swaps_weights`.
 
-    `loader` takes rank and number of ranks, and returns the loader of that rank's part of the evaluation data.
+    `loaders` take rank and number of ranks, and return the loader of that rank's part of the evaluation data: one for
+    each set, by what the names of its metrics begin with.
     """
 
     def __init__(
         self,
         job: Job,
         replica: Replica,
-        loader: Callable[[int, int], Loader],
+        loaders: Mapping[str, Callable[[int, int], Loader]],
         group: ProcessGroup,
         swaps_weights: bool,
     ) -> None:
         self._job = job
         self._swaps_weights = swaps_weights
         self._replica = replica
-        self._loader = loader
+        self._loaders = loaders
         self._group = group
         self._mates = replica.compute.mates or group
 
@@ -52,6 +53,17 @@ class Evaluation:
         `weight` is that of this worker's running statistics in their mean; `check` is called when averages are in
         place.
         """
+        metrics: dict[str, float] = {}
+        examples = 0
+        with self._replica.trained_weights(), self._averaged(weight), evaluating(self._replica.compute.module):
+            check()
+            for prefix, loader in self._loaders.items():
+                found, count = self._over(loader(self._group.rank, self._group.world))
+                metrics |= {f"{prefix}{name}": value for name, value in found.items()}
+                examples += count
+        return metrics, examples
+
+    def _over(self, loader: Loader) -> tuple[dict[str, float], int]:
         job, task = self._job, self._job.task
         losses, measures = _losses_of(job, self._replica.compute.module)
         measures |= {**(task.metrics if task else {}), **(job.metrics or {})}
@@ -60,15 +72,11 @@ class Evaluation:
         measures = {name: one for name, one in measures.items() if name not in accumulated}
         means = (*losses, *measures)
         sums = Sums(2 * len(means) + 1)
-        module = self._replica.compute.module
-        with self._replica.trained_weights(), self._averaged(weight), evaluating(module):
-            check()
-            shares = self._loader(self._group.rank, self._group.world).sweep()
-            for share in delivered(shares, self._replica.compute.device):
-                if share.examples:
-                    self._measure(share, losses, measures, accumulated, sums)
-                else:
-                    self._replica.compute.attend()
+        for share in delivered(loader.sweep(), self._replica.compute.device):
+            if share.examples:
+                self._measure(share, losses, measures, accumulated, sums)
+            else:
+                self._replica.compute.attend()
         totals = self._group.sum(sums.read())
         metrics = {name: totals[2 * i] / totals[2 * i + 1] for i, name in enumerate(means) if totals[2 * i + 1]}
         if totals[-1]:
