@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 118_305
+LINES = 118_450
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
-CORE = 14_920
+CORE = 14_945
 """Of the files that docs/architecture.md names as the core."""
 
 CLOSURES = {
     "data": 870,
-    "data.loading.loader": 6_300,
-    "strategies.one_device": 9_740,
-    "strategies.mirrored": 10_910,
-    "strategies.central_storage": 12_980,
-    "worker.main": 19_980,
-    "engine.local.process": 21_470,
+    "data.loading.loader": 6_330,
+    "strategies.one_device": 9_780,
+    "strategies.mirrored": 10_940,
+    "strategies.central_storage": 13_010,
+    "worker.main": 20_020,
+    "engine.local.process": 21_520,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_860,
-    "api.fit": 33_080,
+    "api.fit": 33_120,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 

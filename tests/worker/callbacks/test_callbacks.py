@@ -324,5 +324,5 @@ def test_a_job_has_callbacks_and_those_of_the_call_come_after() -> None:
     first, second = Doing(lambda moment: order.append("job")), Doing(lambda moment: order.append("call"))
     hr.fit(make_job(callbacks=[first]), engine=ENGINE, callbacks=[second])
     assert order == ["job", "call"]
-    with pytest.raises(UsageError, match="callbacks are objects of subclasses of hr.Callback, got 3"):
+    with pytest.raises(UsageError, match=r"callbacks are objects of subclasses of hr\.Callback, got 3"):
         hr.fit(make_job(callbacks=[3]))

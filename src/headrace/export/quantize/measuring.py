@@ -22,8 +22,9 @@ _BATCH = 32
 def metrics_of(job: Job, model: torch.nn.Module, programs: Mapping[str, Program]) -> dict[str, dict[str, float]]:
     """Returns the job's metrics over its whole evaluation set, by the names of programs that take inputs by name.
 
-    Of several sets it is the first. A program's output has gone through the task's activation, which is undone: metrics and losses take what the model
-    returns. There are no metrics without an evaluation set, nor of a model that computes its loss itself.
+    Of several sets it is the first. A program's output has gone through the task's activation, which is undone:
+    metrics and losses take what the model returns.
+    There are no metrics without an evaluation set, nor of a model that computes its loss itself.
     """
     if job.eval_data is None or not measurable(job):
         return {name: {} for name in programs}

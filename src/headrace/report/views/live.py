@@ -243,7 +243,8 @@ class Console:
     def _text(self, event: Event) -> str:
         match event:
             case Evaluated():
-                values = "".join(f"  {'' if '/' in name else 'val '}{name} {short(value):<6}" for name, value in event.metrics.items())
+                named = ((name if "/" in name else f"val {name}", value) for name, value in event.metrics.items())
+                values = "".join(f"  {name} {short(value):<6}" for name, value in named)
                 return f"{self._rounds.place(event.step, event.epoch)}{values}".rstrip()
             case Saved() if self._plain:
                 return f"saved step {event.step}, {byte_count(event.bytes)}"

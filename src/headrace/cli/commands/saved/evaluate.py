@@ -43,4 +43,5 @@ def evaluate(
 
     at, metrics = evaluate_run(job, path, step)
     width = max(map(len, metrics))
-    answer.give({"step": at, "metrics": metrics}, "\n".join(f"{name:<{width}}  {metrics[name]:.6g}" for name in metrics))
+    text = "\n".join(f"{name:<{width}}  {value:.6g}" for name, value in metrics.items())
+    answer.give({"step": at, "metrics": metrics}, text)
