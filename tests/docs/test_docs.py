@@ -20,9 +20,11 @@ from typer.testing import CliRunner
 
 import headrace as hr
 from docs.pages import ROOT, Block, blocks, pages, run_page, unmatched, write_files
+from headrace import errors
 from headrace.cli import COMMANDS, app
 from headrace.spec import events
 from headrace.strategies import STRATEGIES
+from headrace.strategies.table import unknown_strategy
 
 DOCS = ROOT / "docs"
 # Its code is applied to a copy of the tree by test_add_a_strategy.py.
@@ -232,9 +234,31 @@ def test_a_block_is_measured_if_the_line_above_says_so(tmp_path: Path) -> None:
     assert [block.measured for block in blocks(page)] == [True, False]
 
 
-def test_the_pictures_are_what_the_script_draws(tmp_path: Path) -> None:
-    script = (DOCS / "images" / "draw_verbs.py").read_text(encoding="utf-8")
-    (tmp_path / "draw_verbs.py").write_text(script, encoding="utf-8")
-    subprocess.run([sys.executable, tmp_path / "draw_verbs.py"], timeout=60, check=True)
-    for ground in ("light", "dark"):
-        assert (tmp_path / f"verbs-{ground}.svg").read_text() == (DOCS / "images" / f"verbs-{ground}.svg").read_text()
+def test_the_pictures_are_what_the_scripts_draw(tmp_path: Path) -> None:
+    for name in ("draw_verbs", "draw_choose"):
+        script = (DOCS / "images" / f"{name}.py").read_text(encoding="utf-8")
+        (tmp_path / f"{name}.py").write_text(script, encoding="utf-8")
+        subprocess.run([sys.executable, tmp_path / f"{name}.py"], timeout=60, check=True)
+        for ground in ("light", "dark"):
+            file = f"{name.removeprefix('draw_')}-{ground}.svg"
+            assert (tmp_path / file).read_text() == (DOCS / "images" / file).read_text()
+
+
+def test_every_error_has_a_row_with_its_exit_code() -> None:
+    shown = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = {name: int(code) for name, code in re.findall(r"^\| `(\w+)` \| (\d) \|", shown, re.MULTILINE)}
+    assert rows == {name: getattr(errors, name).exit_code for name in errors.__all__ if name != "HeadraceError"}
+
+
+def test_names_of_other_systems_stand_where_a_search_finds_them() -> None:
+    shown = (DOCS / "coming-from.md").read_text(encoding="utf-8")
+    told = {
+        name: ours
+        for names, ours in re.findall(r"^\| (`.*`) \| `(\w+)` \|$", shown, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    assert {name: f"`{name}` is `{ours}` here" for name, ours in told.items()} == {
+        name: re.search(r"`\w+` is `\w+` here", str(unknown_strategy(name)))[0] for name in told
+    }
+    assert {"MirroredStrategy", "zero", "fsdp", "ddp"} <= set(told)
+    assert "FAQ" in (DOCS / "answers" / "index.md").read_text(encoding="utf-8")
