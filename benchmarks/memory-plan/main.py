@@ -113,6 +113,12 @@ CONFIGURATIONS = {
     "central_storage, 2": (text(), hr.CentralStorage(2)),
     "fully_sharded, 2": (text(), hr.FullySharded(2)),
     "fully_sharded, 4, deferred": (text(), hr.FullySharded(4, deferred=True)),
+    "tensor_parallel, 2": (text(), hr.TensorParallel(2)),
+    "context_parallel, 2": (text(), hr.ContextParallel(2)),
+    "parameter_averaging, 2": (text(), hr.ParameterAveraging(2, period=2)),
+    "gossip, 2": (text(), hr.Gossip(2)),
+    "mirrored, 2 x tensor_parallel, 2": (text(), hr.Hybrid(hr.Mirrored(2), hr.TensorParallel(2))),
+    "mirrored, 2 x fully_sharded, 2": (text(), hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2))),
 }
 
 

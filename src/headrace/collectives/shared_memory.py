@@ -33,6 +33,11 @@ _SLOT_BYTES_OF_MORE = 2 * 1024 * 1024
 _DIRECT_BYTES = 16 * 1024
 
 
+def slot_bytes(world: int) -> int:
+    """Returns the length of each of a rank's two slots."""
+    return _SLOT_BYTES_OF_TWO if world <= 2 else _SLOT_BYTES_OF_MORE
+
+
 class SharedMemoryGroup(ProcessGroup):
     """The group of a host's processes, which all map the same control page.
 
@@ -57,7 +62,7 @@ class SharedMemoryGroup(ProcessGroup):
         self._check = check
         self._segments: list[SharedSegment] = []
         self._turn = 0
-        self._slot_bytes = _SLOT_BYTES_OF_TWO if self.world <= 2 else _SLOT_BYTES_OF_MORE
+        self._slot_bytes = slot_bytes(self.world)
         self._slots: tuple[Tensor, ...] = ()
         self._rings: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         self.groups: list[SharedMemoryGroup] = []

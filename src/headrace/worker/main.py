@@ -299,7 +299,7 @@ def leave_model(run: RunSpec, rank: int, group: ProcessGroup, compute: Compute) 
         tensors |= _sum_of_bytes(pack(buffers) if group.rank == 0 else b"", group)
         extra = dict(_gathered_extra(compute, group))
     elif not group.one_memory or plan.replicas < plan.workers:
-        tensors = dict(_gathered(run.model, compute.module, tensors, group, first))
+        tensors = dict(gathered_tensors(run.model, compute.module, tensors, group, first))
         extra = dict(_gathered_extra(compute, group))
     if first:
         extra |= rows_of_layers(sparse_layers(compute.module))
@@ -311,7 +311,7 @@ def leave_model(run: RunSpec, rank: int, group: ProcessGroup, compute: Compute) 
     group.barrier()
 
 
-def _gathered(
+def gathered_tensors(
     model: ModelSpec, module: nn.Module, own: Mapping[str, Tensor], group: ProcessGroup, keep: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields every tensor of the model that some rank holds, on the ranks that keep it."""

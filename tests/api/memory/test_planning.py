@@ -23,6 +23,14 @@ def stack() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
 
 
+def blocks() -> nn.Module:
+    """Pairs of layers that are cut, of as many parameters."""
+    half = LAYERS // 2
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(half))
+    )
+
+
 def squares(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
@@ -66,9 +74,27 @@ def test_an_average_of_weights_is_state() -> None:
 def test_mirrors_share_gradients_and_their_sum() -> None:
     memory = plan_memory(job(), hr.Mirrored(2), choices=False).memory
     assert memory.parameters == PARAMETERS
-    # The sum is what the optimizer reads; its own gradients, and its half of the other's, are shared.
+    # The sum is what the optimizer reads. The gradients of both are mapped with all of their pages, and two slots each.
     assert near(memory.gradients, PARAMETERS)
-    assert 1.5 * PARAMETERS <= memory.exchange <= 1.55 * PARAMETERS
+    assert near(memory.exchange, 2 * PARAMETERS + 2 * 2 * 384 * 1024)
+
+
+def test_copies_that_are_averaged_and_their_mean() -> None:
+    memory = plan_memory(job(), hr.ParameterAveraging(2, period=16), choices=False).memory
+    assert near(memory.parameters, PARAMETERS)
+    assert near(memory.state, 2 * PARAMETERS)
+    # A copy for the others, and theirs; this small, the slots of sums are most of it.
+    assert near(memory.exchange, 2 * PARAMETERS + 2 * 2 * 384 * 1024)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [hr.TensorParallel(2), hr.Hybrid(hr.Mirrored(2), hr.TensorParallel(2))])
+def test_slices_of_layers(strategy: hr.Strategy) -> None:
+    memory = plan_memory(job(blocks), strategy, choices=False).memory
+    assert 0.5 * PARAMETERS <= memory.parameters <= 0.51 * PARAMETERS
+    assert near(memory.state, 2 * memory.parameters)
+    # The first rank gathers the model that it writes.
+    assert memory.end >= memory.parameters + memory.state + PARAMETERS
 
 
 def test_one_copy_of_parameters_and_a_part_of_the_state() -> None:
@@ -121,7 +147,9 @@ class Looking(nn.Linear):
 @pytest.mark.parametrize(
     ("given", "strategy", "error", "told"),
     [
-        (job(), hr.Pipeline(2), UsageError, "workers of pipeline .* known are one_device, mirrored"),
+        (job(), hr.Pipeline(2), UsageError, "a stage of a pipeline waits for what others compute"),
+        (job(), hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2)), UsageError, "a stage of a pipeline waits"),
+        (job(), hr.ParameterServer(2), UsageError, "a worker of parameter_server waits for servers"),
         (job(compile=True), "one_device", UsageError, "leave compile out"),
         (job(partial(Looking, WIDTH, WIDTH)), "one_device", JobError, "not known without its values"),
         (job(partial(nn.EmbeddingBag, 9, 4, sparse=True)), "one_device", UsageError, "sparse embeddings"),

@@ -55,15 +55,16 @@ def test_small_whole_numbers_are_computed() -> None:
         assert int(torch.tensor([3, 4]).sum()) == 7
 
 
-def test_only_the_pages_of_shared_memory_that_are_used_count() -> None:
+def test_all_of_shared_memory_counts_while_it_is_mapped() -> None:
     with HollowMemory() as memory:
         region = memory.share(8 * MB)
-        assert memory.living() == {region.untyped_storage()._cdata: 0}
-        region[: 2 * MB].zero_()
-        assert sum(memory.living().values()) == 2 * MB
+        assert sum(memory.living().values()) == 8 * MB
+        assert memory.is_shared(region.untyped_storage()._cdata)
         memory.restart()
         torch.ones(1)
-        assert memory.peak_bytes == 2 * MB + 4
+        assert memory.peak_bytes == 8 * MB + 4
+        del region
+        assert memory.living() == {}
 
 
 def test_what_depends_on_values_is_refused_by_name() -> None:

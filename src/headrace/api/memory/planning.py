@@ -20,19 +20,20 @@ from headrace.modules import describe
 from headrace.prediction.memory.hollow import HollowMemory
 from headrace.prediction.memory.plan import MemoryPlan
 from headrace.prediction.memory.rank import HollowRank, RankMemory
+from headrace.spec.compute import LayerSpec
 from headrace.spec.job import Job, Share
-from headrace.spec.model import ModelSpec
+from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import check_options
 from headrace.spec.parameter_sets import one_optimizer
 from headrace.strategies import FullySharded, Strategy, resolve
+from headrace.strategies.context import ModelProbe
 from headrace.strategies.refusals import refuse
 from headrace.training.deferred.parts import Deferral
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.user_code.untouched import same_generators, untouched
-from headrace.worker.session import build_module
+from headrace.worker.session import build_module, sample_of
 
-KNOWN = ("one_device", "mirrored", "multi_worker_mirrored", "central_storage", "fully_sharded")
-"""Strategies whose workers can be run alone, over tensors without values."""
+_ALONE = "what its workers hold is not found by running one alone; headrace simulate estimates it"
 
 
 def plan_memory(job: Job, strategy: str | Strategy, choices: bool = True) -> MemoryPlan:
@@ -40,7 +41,7 @@ def plan_memory(job: Job, strategy: str | Strategy, choices: bool = True) -> Mem
 
     Args:
         job: its model is made, and trained for three rounds, over tensors without values.
-        strategy: one of `KNOWN`.
+        strategy: one whose workers all do the same: without servers or stages, and not `hr.ContextParallel`.
         choices: whether other options, and `hr.FullySharded`, are tried, too.
 
     Raises:
@@ -49,11 +50,6 @@ def plan_memory(job: Job, strategy: str | Strategy, choices: bool = True) -> Mem
     """
     chosen = resolve(strategy)
     postpone_compiler()
-    if chosen.name not in KNOWN:
-        raise UsageError(
-            f"what workers of {chosen.name} hold cannot be found by running one alone; known are {', '.join(KNOWN)}. "
-            "headrace simulate estimates the others"
-        )
     if job.options.compile:
         raise UsageError(
             f"compile={job.options.compile!r}: a compiled model chooses by itself what it keeps for backward; leave "
@@ -97,8 +93,10 @@ class _Planning:
         self._cluster = detect("cpu")
         given = job.model if isinstance(job.model, nn.Module) else None
         self._lent = [*given.parameters(), *given.buffers()] if given else []
-        self._model = self._shapes(join_loss(job, strategy.whole_model))
+        self._model = self._shapes(join_loss(job, strategy.whole_model), strategy)
         plan = strategy.plan(self._model, self._cluster)
+        if not all(role.computes for role in plan.roles):
+            raise UsageError(f"a worker of {strategy.name} waits for servers: {_ALONE}")
         self.workers = plan.workers
         self.share = _share_of(job, plan.replicas)
 
@@ -111,7 +109,7 @@ class _Planning:
         share = self.share
         return HollowRank(job, self._model, strategy, plan, 0, build, share.batch, share.examples, self._lent).measure()
 
-    def _shapes(self, job: Job) -> ModelSpec:
+    def _shapes(self, job: Job, strategy: Strategy) -> ModelSpec:
         with HollowMemory() as memory:
             for each in self._lent:
                 memory.lend(each)
@@ -120,7 +118,14 @@ class _Planning:
                 raise UsageError("the rows of sparse embeddings that a batch uses are known when it is read; no plan")
             found = probe_optimizer(one_optimizer(job.optimizer, "a plan of memory"), module.named_parameters())
             model = describe(module, found.sliceable)
-        return replace(model, copies=2 + found.kept, optimizer=found.needs)
+            model = replace(model, copies=2 + found.kept, optimizer=found.needs)
+            size, clip = job.global_batch_size, job.options.clip_norm
+            probe = ModelProbe(module, size, self._cluster, _no_stages, partial(sample_of, job), job.inputs, clip)
+            return strategy.inspect_model(model, probe)
+
+
+def _no_stages(_: ProfileRequest) -> tuple[LayerSpec, ...]:
+    raise UsageError(f"a stage of a pipeline waits for what others compute: {_ALONE}")
 
 
 def _in_parts(job: Job) -> Callable[[], nn.Module]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.collectives.base import ProcessGroup
+from headrace.collectives.shared_memory import slot_bytes
 from headrace.shared_memory.ends import FinishedRanks
 
 _SMALL = 1 << 16
@@ -21,13 +22,14 @@ class _Endless:
 
 
 class OneOfGroup(ProcessGroup):
-    """Rank `rank` of `world`; `share` returns memory that all of them see, of so many bytes."""
+    """Rank `rank` of `world`; `shared` returns memory that all of them see, of so many bytes."""
 
     def __init__(self, rank: int, world: int, shared: Callable[[int], Tensor]) -> None:
         self.rank = rank
         self.world = world
         self.ends = FinishedRanks([_Endless()] * world)
         self._shared = shared
+        self._slots: tuple[Tensor, ...] = ()
 
     def subgroup(self, members: Sequence[int]) -> OneOfGroup:
         return OneOfGroup(list(members).index(self.rank), len(members), self._shared)
@@ -39,12 +41,15 @@ class OneOfGroup(ProcessGroup):
         """Finds no lost rank: no other is there."""
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Leaves what it would replace."""
+        """Leaves what it would replace, and takes the memory through which it would go."""
+        if self.world > 1:
+            self._slots = self._slots or self.share(2 * slot_bytes(self.world))
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Leaves what it would replace."""
+        self.all_reduce(tensor)
 
     def gather(self, tensor: Tensor) -> Tensor:
+        self.all_reduce(tensor)
         return tensor.expand(self.world, len(tensor)).clone()
 
     def sum(self, values: Sequence[float]) -> list[float]:

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -26,7 +25,6 @@ from headrace.trees import map_tensors, tensors_of
 
 _COMPUTED_BYTES = 1 << 20
 """Up to so many, what has no hollow tensor in it and is no floating-point number is computed."""
-_PAGE = 4096
 _ASKED = {"_local_scalar_dense", "item", "is_nonzero"}
 """Operations whose result is a number of Python."""
 
@@ -44,7 +42,7 @@ class HollowMemory(internals.TorchDispatchMode):
         self._living: dict[int, _Storage] = {}
         self._resized: list[_Storage] = []
         self._total = 0
-        self._shared: dict[int, np.ndarray[Any, Any]] = {}
+        self._shared: set[int] = set()
         self.restart()
 
     def restart(self, step: int = -1, look: Callable[[], object] = lambda: None) -> None:
@@ -53,11 +51,10 @@ class HollowMemory(internals.TorchDispatchMode):
         self._looks_at, self._looks = step, look
 
     def share(self, nbytes: int) -> Tensor:
-        """Returns memory that other processes see, of which the pages that are used count."""
+        """Returns memory that other processes see: it is mapped with all of its pages, whoever uses them."""
         region = torch.empty(nbytes, dtype=torch.uint8)
-        key = internals.storage_address(region.untyped_storage())
-        self._shared[key] = np.zeros(-(-nbytes // _PAGE), np.uint8)
         self._note(region, True)
+        self._shared.add(_key(region))
         return region
 
     def is_shared(self, key: int) -> bool:
@@ -79,8 +76,6 @@ class HollowMemory(internals.TorchDispatchMode):
         given = tensors_of((args, kwargs))
         for each in given:
             self._note(each, False)
-            if not func.is_view:
-                self._touch(each)
         if any(map(self._is_hollow, given)):
             made, hollow = self._without_values(func, args, kwargs), True
         elif given or _on_meta(kwargs) or not _takes_device(func):
@@ -130,38 +125,26 @@ class HollowMemory(internals.TorchDispatchMode):
         known = self._living.get(key)
         if known is None:
             known = self._living[key] = _Storage(storage, hollow, lambda _: self._forget(key))
-            self._count(known, self._bytes(known))
+            self._count(known, known.nbytes)
         elif hollow:
             known.hollow = True
-        if not known.resized and (isinstance(tensor, nn.Parameter) or key in self._shared):
+        if not known.resized and isinstance(tensor, nn.Parameter):
             # torch's fully_shard lets go of a gathered unit by making its storage empty.
             known.resized = True
             self._resized.append(known)
 
     def _forget(self, key: int) -> None:
         self._count(self._living.pop(key), 0)
+        self._shared.discard(key)
 
     def _count(self, storage: _Storage, nbytes: int) -> None:
         self._total += nbytes - storage.counted
         storage.counted = nbytes
 
-    def _touch(self, tensor: Tensor) -> None:
-        if self._shared and (pages := self._shared.get(_key(tensor))) is not None and tensor.numel():
-            size = tensor.element_size()
-            first = tensor.storage_offset() * size
-            last = first + size * sum(
-                (n - 1) * abs(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True)
-            )
-            pages[first // _PAGE : last // _PAGE + 1] = 1
-
-    def _bytes(self, storage: _Storage) -> int:
-        pages = self._shared.get(storage.key)
-        return int(np.count_nonzero(pages)) * _PAGE if pages is not None else storage.nbytes
-
     def _measure(self) -> int:
         self._resized = [each for each in self._resized if each.key in self._living]
         for each in self._resized:
-            self._count(each, self._bytes(each))
+            self._count(each, each.nbytes)
         return self._total
 
     def _look(self) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from headrace import internals
 from headrace.checkpoint.trained_model import in_memory_of_their_own
+from headrace.collectives.base import ProcessGroup
 from headrace.prediction.memory.alone import OneOfGroup
 from headrace.prediction.memory.hollow import HollowMemory
 from headrace.spec.job import Job, Share
@@ -21,11 +22,13 @@ from headrace.spec.parameter_sets import one_optimizer
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy
 from headrace.strategies.context import BatchInfo, WorkerContext
-from headrace.training.exchange import Replica, UpdatingExchange
+from headrace.training.exchange import Replica
 from headrace.training.optimizer import nested
 from headrace.training.recompute.blocks import recomputing
+from headrace.training.synchronization import PeriodicSync
 from headrace.training.update import Updater
 from headrace.trees import map_tensors, tensors_of
+from headrace.worker.main import gathered_tensors
 from headrace.worker.session import objective_of
 
 _ROUNDS = 2
@@ -99,7 +102,8 @@ class HollowRank:
             for each in self.lent:
                 memory.lend(each)
             module = self.build()
-            replica = self._replica(module, memory, closing)
+            group = OneOfGroup(self.rank, self.plan.workers, memory.share)
+            replica = self._replica(module, group, closing)
             start, updater = memory.peak_bytes, _updater_of(replica)
             own = {_address(each) for each in (*module.parameters(), *updater.parameters)}
             share = Share(self.batch, self.examples, self.job.global_batch_size, 0)
@@ -110,12 +114,20 @@ class HollowRank:
             memory.restart(memory.peak_step, lambda: found.update(self._kinds(memory, module, updater, own)))
             _step(replica, share, _ROUNDS)
             memory.restart()
-            whole = in_memory_of_their_own(dict(replica.compute.whole_tensors(self.rank == 0)))
-            end = sum(memory.living().values())
-            del whole
-            return RankMemory(**found, start=start, end=max(end, memory.peak_bytes))
+            self._leave(replica, group)
+            return RankMemory(**found, start=start, end=max(sum(memory.living().values()), memory.peak_bytes))
 
-    def _replica(self, module: nn.Module, memory: HollowMemory, closing: ExitStack) -> Replica:
+    def _leave(self, replica: Replica, group: ProcessGroup) -> None:
+        """Does what a worker does at the end, up to writing the model."""
+        compute, plan = replica.compute, self.plan
+        replica.adopt_trained_weights()
+        tensors = dict(compute.whole_tensors(plan.leads(self.rank)))
+        if plan.replicas < plan.workers:
+            tensors = dict(gathered_tensors(self.model, compute.module, tensors, group, self.rank == 0))
+        if self.rank == 0:
+            in_memory_of_their_own(tensors)
+
+    def _replica(self, module: nn.Module, group: ProcessGroup, closing: ExitStack) -> Replica:
         job, plan = self.job, self.plan
         sample = map_tensors(lambda each: each[:2], self.batch)
         context = WorkerContext(
@@ -124,7 +136,7 @@ class HollowRank:
             objective_of(job, module),
             one_optimizer(job.optimizer, "a plan of memory"),
             job.options,
-            OneOfGroup(self.rank, plan.workers, memory.share),
+            group,
             batches=BatchInfo(job.global_batch_size, job.seed),
             closing=closing,
             sample=lambda: sample,
@@ -150,15 +162,22 @@ class HollowRank:
 
 
 def _step(replica: Replica, share: Share, round_: int) -> None:
+    sync = replica.sync
     replica.exchange.begin(round_)
     replica.compute.run(share)
+    if isinstance(sync, PeriodicSync):
+        sync.weigh(float(share.examples))
     if replica.exchange.synchronize(True).apply:
         replica.exchange.update(round_)
+    if isinstance(sync, PeriodicSync):
+        # In every round, so that it is in the one that is measured.
+        sync.synchronize(round_ + 1)
 
 
 def _updater_of(replica: Replica) -> Updater:
-    assert isinstance(replica.exchange, UpdatingExchange)
-    return replica.exchange.updater
+    updater = replica.exchange.updater
+    assert updater is not None
+    return updater
 
 
 def _address(tensor: Any) -> int:

@@ -135,10 +135,11 @@ def largest_difference(one: Tensor, other: Tensor) -> float:
     """
     if one.shape != other.shape or one.dtype != other.dtype:
         return math.inf
-    if not _is_inexact(one):
-        return 0.0 if torch.equal(_dense(one), _dense(other)) else math.inf
     one, other = _dense(one), _dense(other)
-    if not torch.equal(one.isfinite(), other.isfinite()):
+    # First, and by the one operation that a plan of memory answers, where tensors have no values.
+    if torch.equal(one, other):
+        return 0.0
+    if not _is_inexact(one) or not torch.equal(one.isfinite(), other.isfinite()):
         return math.inf
     return largest_element(one.nan_to_num(0.0, 0.0, 0.0) - other.nan_to_num(0.0, 0.0, 0.0))
 
