@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 118_468
+LINES = 118_734
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_945
@@ -14,10 +14,10 @@ CLOSURES = {
     "data": 870,
     "data.loading.loader": 6_330,
     "strategies.one_device": 9_780,
-    "strategies.mirrored": 10_940,
+    "strategies.mirrored": 10_950,
     "strategies.central_storage": 13_010,
     "worker.main": 20_020,
-    "engine.local.process": 21_520,
+    "engine.local.process": 21_530,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_860,
     "api.fit": 33_120,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headrace import data, metrics, tasks
+    from headrace.api.adapters.lightning import from_lightning
     from headrace.api.comparison import Comparison, compare
     from headrace.api.fit import fit, launch
     from headrace.api.model_profile import profile
@@ -130,6 +131,7 @@ __all__ = [
     "data",
     "find_learning_rate",
     "fit",
+    "from_lightning",
     "frozen",
     "grouped",
     "launch",
@@ -149,6 +151,7 @@ __all__ = [
 
 # Where each name is imported from when it is first used: `import headrace` alone does not import torch.
 _MODULES = {
+    "api.adapters.lightning": ("from_lightning",),
     "api.comparison": ("Comparison", "compare"),
     "api.fit": ("fit", "launch"),
     "api.model_profile": ("profile",),
