@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 118_734
+LINES = 118_820
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_945
@@ -12,15 +12,15 @@ CORE = 14_945
 
 CLOSURES = {
     "data": 870,
-    "data.loading.loader": 6_330,
-    "strategies.one_device": 9_780,
-    "strategies.mirrored": 10_950,
-    "strategies.central_storage": 13_010,
-    "worker.main": 20_020,
+    "data.loading.loader": 6_340,
+    "strategies.one_device": 9_800,
+    "strategies.mirrored": 10_970,
+    "strategies.central_storage": 13_030,
+    "worker.main": 20_030,
     "engine.local.process": 21_530,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_860,
-    "api.fit": 33_120,
+    "api.fit": 33_130,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 

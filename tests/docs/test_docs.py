@@ -257,8 +257,7 @@ def test_names_of_other_systems_stand_where_a_search_finds_them() -> None:
         for names, ours in re.findall(r"^\| (`.*`) \| `(\w+)` \|$", shown, re.MULTILINE)
         for name in re.findall(r"`(\w+)`", names)
     }
-    assert {name: f"`{name}` is `{ours}` here" for name, ours in told.items()} == {
-        name: re.search(r"`\w+` is `\w+` here", str(unknown_strategy(name)))[0] for name in told
-    }
+    for name, ours in told.items():
+        assert f"`{name}` is `{ours}` here" in str(unknown_strategy(name))
     assert {"MirroredStrategy", "zero", "fsdp", "ddp"} <= set(told)
     assert "FAQ" in (DOCS / "answers" / "index.md").read_text(encoding="utf-8")

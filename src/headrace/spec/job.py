@@ -159,6 +159,12 @@ class Job:
         sets = self.sets
         return TurnOrder({name: chosen.rounds for name, chosen in sets.items()}) if sets else None
 
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows."""
+        from headrace.spec.notebook.table import shown_as_table
+
+        return shown_as_table(self)
+
     def _check_callables(self) -> None:
         if not callable(self.model):
             raise UsageError(f"model must be callable, got {_shown(self.model)}; give a function that builds one")

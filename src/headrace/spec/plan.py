@@ -131,6 +131,12 @@ class Plan:
     trusted: bool = False
     slices: int = 1
 
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows."""
+        from headrace.spec.notebook.table import shown_as_table
+
+        return shown_as_table(self)
+
     @property
     def workers(self) -> int:
         """Number of processes that compute."""

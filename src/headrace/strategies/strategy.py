@@ -63,6 +63,12 @@ class Strategy(ABC):
     whole_model: ClassVar[bool] = True
     alone: ClassVar[Mapping[str, object] | None] = None
 
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows."""
+        from headrace.spec.notebook.table import shown_as_table
+
+        return shown_as_table(self)
+
     def __init_subclass__(cls) -> None:
         if "check" in vars(cls):
             raise UsageError(f"{cls.__name__}.check(options) would not be called; return what it refuses in refusals()")

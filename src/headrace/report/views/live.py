@@ -217,7 +217,8 @@ class Console:
         show_html: ShowHtml | None = None,
         epochs: int = 0,
     ) -> None:
-        self._stream = sys.stderr if stream is None else stream
+        # A notebook shows stderr in red, as what has failed.
+        self._stream = stream if stream is not None else sys.stdout if show_html else sys.stderr
         self._plain = not self._stream.isatty() if plain is None else plain
         self._rounds = RunLength(rounds, epochs)
         self._progress = ProgressBar(rounds, label, self._stream, self._plain, show_html=show_html, rounds=self._rounds)
