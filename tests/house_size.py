@@ -17,7 +17,7 @@ CLOSURES = {
     "strategies.mirrored": 10_970,
     "strategies.central_storage": 13_030,
     "worker.main": 20_030,
-    "engine.local.process": 21_530,
+    "engine.local.process": 21_540,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_860,
     "api.fit": 33_130,
