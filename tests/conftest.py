@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from cover import each_value, one, pairwise
+from cover import kept
 from headrace.machine.versions import minor_of
 from mutants import mutants
 from warm.programs import PYTHON, join, launch, programs
@@ -156,29 +157,26 @@ MARKS = ("every", "one", "pairwise", "each_value", "slow")
 """What says which cases of a test are kept, the strongest first."""
 
 
+@functools.cache
+def finders() -> Collection[str]:
+    """Returns the tests that find the planted faults."""
+    return {mutant.tests.partition("[")[0] for mutant in mutants()}
+
+
 def mark_of(item: pytest.Function) -> str:
-    """Returns which of `MARKS` counts for a test; `every` for one without any."""
-    mark = next((mark for mark in MARKS if item.get_closest_marker(mark)), "every")
+    """Returns which of `MARKS` counts for a test; without any, `every` if it finds a planted fault, else ""."""
+    none = "every" if item.nodeid.partition("[")[0] in finders() else ""
+    mark = next((mark for mark in MARKS if item.get_closest_marker(mark)), none)
     # Of the engine's tests most start processes, and have a case for each strategy.
     return "one" if mark == "slow" and "engine" in item.path.parts else mark
 
 
-def kept(mark: str, name: str, cases: Sequence[Mapping[str, str]]) -> Collection[int]:
-    """Returns which cases of a test are kept."""
-    if mark == "every":
-        return range(len(cases))
-    if mark == "one":
-        return one(cases, name)
-    return (pairwise if mark == "pairwise" else each_value)(cases)
-
-
 def slow_ones(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     """Yields the slow tests that the usual run leaves out: of each file but the first, and those that find a fault."""
-    finders = {mutant.tests.partition("[")[0] for mutant in mutants()}
     first: dict[Path, str] = {}
     for item in items:
         name = item.nodeid.partition("[")[0]
-        if item.get_closest_marker("slow") and name not in finders and name != first.setdefault(item.path, name):
+        if item.get_closest_marker("slow") and name not in finders() and name != first.setdefault(item.path, name):
             yield item
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import combinations
 from typing import Any
 from zlib import crc32
 
 import pytest
+
+MOST = 6
+"""Cases of a quick test with several parameters that all run. Of more, those of a cover run."""
 
 Pair = tuple[tuple[str, Hashable], ...]
 
@@ -31,6 +34,22 @@ def each_value(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
 def one(cases: Sequence[Mapping[str, Hashable]], name: str) -> list[int]:
     """Returns the one case to keep: of tests with other names it is another."""
     return [crc32(name.encode()) % len(cases)]
+
+
+def kept(mark: str, name: str, cases: Sequence[Mapping[str, Hashable]]) -> Collection[int]:
+    """Returns which cases of a test the usual run keeps.
+
+    Args:
+        mark: what the test is marked with; "" for nothing.
+        name: of the test.
+        cases: values by parameter.
+    """
+    parameters = len(cases[0])
+    if mark == "every" or (not mark and (parameters == 1 or len(cases) <= MOST)):
+        return range(len(cases))
+    if mark == "one":
+        return one(cases, name)
+    return (pairwise if mark == "pairwise" or (not mark and parameters > 2) else each_value)(cases)
 
 
 def _covering(found: Sequence[set[Any]]) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cover import each_value, one, pairs, pairwise
+from cover import MOST, each_value, kept, one, pairs, pairwise
 
 SIZES = [(1,), (7,), (3, 4), (2, 2, 2), (9, 3, 20, 3), (5, 4, 3, 2, 2)]
 
@@ -52,3 +52,15 @@ def test_one_case_is_another_for_other_tests() -> None:
     assert all(len(each) == 1 for each in kept)
     assert {index for each in kept for index in each} == {0, 1, 2, 3}
     assert one(cases, "test_it") == one(cases, "test_it")
+
+
+def test_a_quick_test_runs_for_all_of_its_few_cases_and_for_a_cover_of_many() -> None:
+    few, two, three = every((2, 3)), every((4, 5)), every((4, 5, 6))
+    assert len(few) == MOST
+    for mark, cases in (("", few), ("every", three), ("", every((20,)))):
+        assert list(kept(mark, "test_it", cases)) == [*range(len(cases))]
+    assert kept("", "test_it", two) == kept("slow", "test_it", two) == each_value(two)
+    assert kept("", "test_it", three) == kept("pairwise", "test_it", three) == pairwise(three)
+    # A table in which no row has the values of another loses none.
+    table = [{"given": given, "expected": given * given} for given in range(20)]
+    assert list(kept("", "test_it", table)) == [*range(20)]

@@ -165,6 +165,7 @@ def test_what_a_worker_gave_to_an_open_round_goes_with_it() -> None:
 MANY = int(os.environ.get("HEADRACE_HISTORIES", "1000"))
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("chunk", range(10))
 @pytest.mark.parametrize("regime", PEACE)
 def test_random_histories(regime: str, chunk: int) -> None:

@@ -107,7 +107,8 @@ def every(orders: list[list[Action]], edges: Edges, placement: Sequence[int]) ->
                     yield Transfer(b, a, action.micro_batch)
 
 
-@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.every
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (6, 7, 8))])
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_no_rank_waits_for_ever(name: str, ranks: int) -> None:
     """Where values go to the next stage alone, and where each stage sends to all later ones."""
