@@ -165,10 +165,10 @@ def finders() -> Collection[str]:
 
 def mark_of(item: pytest.Function) -> str:
     """Returns which of `MARKS` counts for a test; without any, `every` if it finds a planted fault, else ""."""
-    none = "every" if item.nodeid.partition("[")[0] in finders() else ""
-    mark = next((mark for mark in MARKS if item.get_closest_marker(mark)), none)
-    # Of the engine's tests most start processes, and have a case for each strategy.
-    return "one" if mark == "slow" and "engine" in item.path.parts else mark
+    finds = item.nodeid.partition("[")[0] in finders()
+    mark = next((mark for mark in MARKS if item.get_closest_marker(mark)), "every" if finds else "")
+    # Of slow ones most start processes: seconds of a core for each case.
+    return "each_value" if finds and mark == "slow" else mark
 
 
 def slow_ones(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:

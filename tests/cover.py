@@ -47,7 +47,7 @@ def kept(mark: str, name: str, cases: Sequence[Mapping[str, Hashable]]) -> Colle
     parameters = len(cases[0])
     if mark == "every" or (not mark and (parameters == 1 or len(cases) <= MOST)):
         return range(len(cases))
-    if mark == "one":
+    if mark in ("one", "slow"):
         return one(cases, name)
     return (pairwise if mark == "pairwise" or (not mark and parameters > 2) else each_value)(cases)
 

@@ -59,7 +59,8 @@ def test_a_quick_test_runs_for_all_of_its_few_cases_and_for_a_cover_of_many() ->
     assert len(few) == MOST
     for mark, cases in (("", few), ("every", three), ("", every((20,)))):
         assert list(kept(mark, "test_it", cases)) == [*range(len(cases))]
-    assert kept("", "test_it", two) == kept("slow", "test_it", two) == each_value(two)
+    assert kept("", "test_it", two) == kept("each_value", "test_it", two) == each_value(two)
+    assert kept("slow", "test_it", two) == kept("one", "test_it", two) == one(two, "test_it")
     assert kept("", "test_it", three) == kept("pairwise", "test_it", three) == pairwise(three)
     # A table in which no row has the values of another loses none.
     table = [{"given": given, "expected": given * given} for given in range(20)]

@@ -16,6 +16,7 @@ from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.ends import FinishedRanks
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_those_who_live_see_the_same(seed: int) -> None:

@@ -54,6 +54,7 @@ def in_full_runs_only(page: Path) -> bool:
     return page.stem not in chosen.get(page.parent.name, (page.stem,))
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",

@@ -85,6 +85,7 @@ def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "kept_engine", lambda: nullcontext(hr.ThreadEngine()))
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def test_every_reader_is_fuzzed() -> None:
     assert set(INPUTS) == set(NAMES)
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @every_reader
 def test_sound_files_are_read_in_little_memory(name: str) -> None:

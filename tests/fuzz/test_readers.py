@@ -37,6 +37,7 @@ def read(name: str, content: bytes) -> None:
     assert thread_time() - began < MOST_S
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @every_reader
 def test_the_corpus_is_read(name: str) -> None:

@@ -27,6 +27,7 @@ LEAST_STATES = 90
 """Of a small bound; with fewer, a world would not do what it says."""
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_from_every_state_the_end_is_within_reach(name: str) -> None:

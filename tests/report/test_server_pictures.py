@@ -30,6 +30,7 @@ def _words(svg: str) -> list[str]:
     return [element.text for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (4, 2), (16, 4)])
 def test_every_picture_is_there_and_says_whose_it_is(tmp_path, make_served_run, workers, servers):

@@ -14,6 +14,8 @@ import pytest
 from scripts.both_ways import PORTS, WORLD, lines_of
 
 NAMES = sorted(path.stem for path in PORTS.glob("*.py"))
+USUAL = ("mnist", "nanogpt", "reinforce", "wgan_gp")
+"""What the usual run has: a loader and a schedule, clipped sums of gradients, random numbers, two optimizers."""
 BY_DEFINITION = {
     "reinforce": "each draws random numbers of its own",
     "simclr": "the loss of an example depends on other examples of its share",
@@ -44,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Pa
 
 @pytest.mark.slow
 @pytest.mark.each_value
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name not in USUAL)) for name in NAMES])
 def test_two_processes_train_what_the_script_trains_alone(run: Callable[[str], Path], name: str) -> None:
     folder = run(name)
     printed = {place: (folder / f"{name}-{place}.txt").read_text() for place in ("alone", *map(str, range(WORLD)))}

@@ -239,6 +239,7 @@ IN_PROCESSES = {
 USUAL = {(model, SYNCHRONOUS[turn % len(SYNCHRONOUS)]) for turn, model in enumerate(IN_PROCESSES)}
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "name"),

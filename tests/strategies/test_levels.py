@@ -85,6 +85,7 @@ def test_every_nesting_is_one_device(case: str, nesting: str, processes: LocalEn
     assert outcome.metrics == pytest.approx(one.metrics, rel=1e-9)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_runs_of_sixteen_processes_are_alike(processes: LocalEngine) -> None:
     strategy = hr.Hybrid(REPLICAS, PARTS, STAGES, SLICES)

@@ -50,6 +50,7 @@ def test_what_is_changed_on_its_way_is_not_heard(small: RemoteServerTransport, s
     assert [each for each in wrong if each] == []
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_strangers_are_not_heard(small: RemoteServerTransport, strange: list[bytes], kind: str) -> None:

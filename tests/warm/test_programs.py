@@ -54,6 +54,7 @@ def asked(*command: object, python: Path, **how: object) -> list[object]:
     return list(json.loads(done.stdout))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", ["-c", "file", "-m"])
 def test_it_sees_what_it_was_given(form: str, tmp_path: Path) -> None:
     (tmp_path / "asks.py").write_text(ASK)

@@ -80,6 +80,7 @@ STRATEGIES = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 @pytest.mark.parametrize("model", MODELS, ids=NAMES)
 def test_rare_types_train_as_on_one_device(model: partial[Rare], strategy: hr.Strategy) -> None:

@@ -149,6 +149,7 @@ def test_what_would_fit_is_said_with_numbers(options: dict[str, Any], remedy: st
     assert ("precision='bf16'" in said) == ("precision" not in options)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "strategy",
     [hr.Mirrored(2), hr.CentralStorage(2), hr.ParameterServer(2, 1), hr.ParameterAveraging(2), hr.FullySharded(2)],

@@ -165,6 +165,7 @@ def instance(change: Callable[[Any], None]) -> nn.Module:
     return Model(change)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", ["function", "instance"])
 @pytest.mark.parametrize("name", [*SHARED, *WHOLE])
 @pytest.mark.parametrize("change", CARRIED, ids=lambda change: change.__name__)

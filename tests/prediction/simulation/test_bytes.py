@@ -40,6 +40,11 @@ CHOSEN = {
     "tensor parallel": hr.TensorParallel(4),
     "unconnected": hr.Unconnected(2),
 }
+USUAL = (
+    *("averaging", "central storage", "downpour", "fully sharded", "gossip", "mirrored", "mirrored slices"),
+    *("parameter server", "pipeline", "tensor parallel"),
+)
+"""What the usual run has: each way to exchange, and one hybrid. Others' bytes are sums of those of their levels."""
 
 
 def model() -> nn.Module:
@@ -71,8 +76,11 @@ def counted(strategy: hr.Strategy, steps: int, run_dir: Path) -> float:
     return mean(event.moved_bytes for event in run.events if isinstance(event, WorkerEnded))
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(CHOSEN))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name not in USUAL)) for name in sorted(CHOSEN)]
+)
 def test_bytes_of_a_step_are_those_that_ranks_count(name: str, profile: ModelSpec, tmp_path: Path) -> None:
     strategy = CHOSEN[name]
     # What ranks exchange before the first step and after the last is not a step's.
