@@ -24,6 +24,9 @@ _WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "backgr
 _LARGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "MALLOC_TOP_PAD_": str(64 << 20)}
 """Python's objects, too, are in large pages: a fork copies the table of pages, and takes a quarter of the time."""
 
+_HASHES = {"PYTHONHASHSEED": "0"}
+"""As in workers: with another seed they would not begin warm."""
+
 _folders: list[Path] = []
 _joined: list[Path] = []
 _servers: dict[Path, subprocess.Popen[bytes]] = {}
@@ -60,7 +63,7 @@ def launch(source: Path = ROOT / "src") -> Path:
         text = f"#!{real} -IS\n{_CLIENT.read_text(encoding='utf-8')}\n\nmain({str(folder)!r}, {str(program)!r})\n"
         (folder / name).write_text(text, encoding="utf-8")
         (folder / name).chmod(0o755)
-    environment = {**os.environ, **_WITHOUT_THREADS, **_LARGE_PAGES, "PYTHONPATH": str(source)}
+    environment = {**os.environ, **_WITHOUT_THREADS, **_LARGE_PAGES, **_HASHES, "PYTHONPATH": str(source)}
     # Seconds to import, and other trees' programs use none of it.
     left_out = () if source == ROOT / "src" else ("datasets", "transformers")
     command = [real, "-P", _SERVER, folder, *left_out]

@@ -46,6 +46,8 @@ LATER = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "GLIBC_TUN
          "TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_WAIT_POLICY", "PYTHONMALLOC"}  # fmt: skip
 """torchrun gives OMP_NUM_THREADS and TORCH_NCCL_ASYNC_ERROR_HANDLING to each of its ranks; how threads wait, and where
 Python's objects are, changes no result."""
+UNSET_IS_ANY = {"PYTHONHASHSEED"}
+"""Python chooses where they are not set; the server has what workers get."""
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}
 """Variables of glibc's memory, and what `mallopt` calls them (malloc.h)."""
 _BEGUN_WITH = dict(os.environ)
@@ -168,7 +170,8 @@ def _understood(order: dict[str, Any], path: list[str]) -> tuple[str, list[str],
     environment = order["environment"]
     for name in {*environment, *_BEGUN_WITH}:
         counts = name.startswith(AT_LOAD) and name not in LATER and name not in _added
-        if counts and environment.get(name) != _BEGUN_WITH.get(name):
+        free = name in UNSET_IS_ANY and name not in environment
+        if counts and not free and environment.get(name) != _BEGUN_WITH.get(name):
             return None
     arguments = list(order["arguments"])
     how, safe = "file", False

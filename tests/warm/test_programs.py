@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine.local import fork_server
 from warm.programs import PYTHON, ROOT, programs, real
 
 pytestmark = pytest.mark.slow
@@ -119,14 +118,6 @@ def test_the_process_that_a_program_is_can_be_found() -> None:
     assert real(process.pid) == pid != process.pid
     assert real(os.getpid()) == os.getpid()
     process.communicate("", timeout=30)
-
-
-def test_an_engine_is_warm() -> None:
-    """The fork server's environment must not send it to a cold Python, which imports torch again for every run."""
-    code = "import sys; sys.exit(5 if 'torch' in sys.modules else 6)"
-    process = start("-P", "-c", code, env={**fork_server.ENVIRONMENT, **environment()})
-    process.communicate(timeout=30)
-    assert process.returncode == 5
 
 
 def test_the_number_of_threads_is_honoured() -> None:
