@@ -161,7 +161,6 @@ def test_what_a_worker_gave_to_an_open_round_goes_with_it() -> None:
 
 
 # Histories: 17 regimes x 10 x 20 = 3,400 in every run, of which 60 a regime find what is planted; 17,000 with --full.
-
 MANY = int(os.environ.get("HEADRACE_HISTORIES", "1000"))
 
 
