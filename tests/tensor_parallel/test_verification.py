@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import threading
 import warnings
 from collections.abc import Callable
@@ -332,3 +333,27 @@ def test_a_script_module_computes_whole() -> None:
     assert loss is not None
     assert other is None
     torch.testing.assert_close(loss, F.mse_loss(model(x), torch.zeros(2, 4)).detach())
+
+
+@pytest.mark.slow
+def test_nothing_of_the_trial_stays() -> None:
+    width = 256
+    model = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+    models = [model, copy.deepcopy(model)]
+    gc.collect()
+    before = _tensor_bytes()
+    gc.disable()
+    try:
+        together(2, lambda group: split(models[group.rank], "auto", group, Trial(torch.ones(2, width))).notices)
+        after = _tensor_bytes()
+    finally:
+        gc.enable()
+    # Both have half of a model now, and each tried with gradients of a whole one. Of two threads that collect at the
+    # same time one does nothing, so that what one of them tried may still be there.
+    assert after < 1.02 * before
+
+
+def _tensor_bytes() -> int:
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and not each.is_meta]
+    storages = [each.untyped_storage() for each in tensors if each.layout is torch.strided]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())

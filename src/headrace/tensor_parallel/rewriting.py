@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 
 from torch import nn
@@ -54,6 +55,9 @@ def split(module: nn.Module, rules: Rules, group: Collective, trial: Trial, sequ
     if chains:
         divided = dict.fromkeys(any_number(name) for chain in chains for name in chain.layers)
         said = [f"values between blocks are divided along the sequence: {', '.join(divided)}", *said]
+    del right
+    # What was tried is in cycles, with gradients of the whole model.
+    gc.collect()
     return RewrittenModel(module, group, cuts, shapes, kinds, place, tuple(said))
 
 
