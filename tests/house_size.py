@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 118_824
+LINES = 120_222
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_945
@@ -12,15 +12,15 @@ CORE = 14_945
 
 CLOSURES = {
     "data": 870,
-    "data.loading.loader": 6_340,
-    "strategies.one_device": 9_800,
-    "strategies.mirrored": 10_970,
-    "strategies.central_storage": 13_030,
-    "worker.main": 20_030,
-    "engine.local.process": 21_540,
+    "data.loading.loader": 6_360,
+    "strategies.one_device": 9_830,
+    "strategies.mirrored": 11_010,
+    "strategies.central_storage": 13_080,
+    "worker.main": 20_080,
+    "engine.local.process": 21_610,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_860,
-    "api.fit": 33_130,
+    "api.fit": 33_190,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 

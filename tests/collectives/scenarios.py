@@ -272,6 +272,16 @@ def give_and_take(host: SharedMemoryGroup, page: ControlPage) -> list[str]:
         given = host.all_to_all(torch.stack(pieces[host.rank]))
         if not torch.equal(given, torch.stack([pieces[giver][host.rank] for giver in range(host.world)])):
             wrong.append(f"trade of {length}")
+        # Rank s sends rank t as many more: none to some, and what it keeps is not sent.
+        uneven = [[length * ((s + 2 * t) % 3) for t in range(host.world)] for s in range(host.world)]
+        pieces = [[made(n, torch.uint8, seed=9 * s + t) for t, n in enumerate(row)] for s, row in enumerate(uneven)]
+        before = host.moved_bytes
+        taken = host.all_to_all_uneven(pieces[host.rank], uneven)
+        if not all(torch.equal(pieces[giver][host.rank], each) for giver, each in enumerate(taken)):
+            wrong.append(f"uneven trade of {length}")
+        others = [rank for rank in range(host.world) if rank != host.rank]
+        if host.moved_bytes - before != sum(uneven[host.rank][r] + uneven[r][host.rank] for r in others):
+            wrong.append(f"bytes of an uneven trade of {length}")
     return wrong
 
 

@@ -32,6 +32,10 @@ def test_everybody_gets_what_everybody_has_and_what_it_is_given(world: int) -> N
     def act(host: ThreadCollective) -> tuple[list[list[int]], list[list[int]]]:
         own = torch.tensor([200 + host.rank, 7], dtype=torch.uint8)
         pieces = torch.tensor([[host.rank, to, 255] for to in range(world)], dtype=torch.uint8)
+        uneven = [[(s + 2 * t) % 3 for t in range(world)] for s in range(world)]
+        rows = [torch.full((n,), 10 * host.rank + to, dtype=torch.uint8) for to, n in enumerate(uneven[host.rank])]
+        for giver, taken in enumerate(host.all_to_all_uneven(rows, uneven)):
+            assert taken.tolist() == [10 * giver + host.rank] * uneven[giver][host.rank]
         return host.gather(own).tolist(), host.all_to_all(pieces).tolist()
 
     for rank, (gathered, given) in enumerate(together(world, act)):

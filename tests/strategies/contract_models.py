@@ -37,6 +37,7 @@ __all__ = [
     "BATCH",
     "COUNTS",
     "LAYERS",
+    "MIXTURE",
     "MODELS",
     "RARE_EVERY",
     "SEQUENCES",
@@ -229,7 +230,24 @@ MODELS: Mapping[str, Case] = {
 }
 
 
-SEQUENCES, LAYERS = Case(Attending, sequences), Case(Stacked, sequences)
+class Mixture(nn.Module):
+    """A mixture of four experts, of which each example has two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        made = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            row, place = torch.where(chosen == number)
+            made = made.index_add(0, row, expert(x[row]) * weights[row, place, None])
+        return self.head(x + made)
+
+
+SEQUENCES, LAYERS, MIXTURE = Case(Attending, sequences), Case(Stacked, sequences), Case(Mixture)
 
 
 def by_dimensions(named: Any) -> torch.optim.Optimizer:

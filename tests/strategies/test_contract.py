@@ -31,6 +31,7 @@ from strategies.contract_models import (
     ADAM,
     BATCH,
     COUNTS,
+    MIXTURE,
     MODELS,
     SEQUENCES,
     SGD,
@@ -56,6 +57,7 @@ ROWS = {
         servers=1,
         leaves_out=frozenset({"partly-used", "statistics"}),
     ),
+    "expert_parallel": Row(hr.ExpertParallel, workers=(2,), many=(2, 4), whole=False, model=MIXTURE, refuses=MATRICES),
     "fully_sharded": Row(hr.FullySharded, workers=(2,), refuses=MATRICES),
     "gossip": Row(hr.Gossip, references.gossip),
     "hybrid": Row(

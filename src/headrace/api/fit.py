@@ -382,8 +382,10 @@ def _inspected(job: Job, info: JobInfo, strategy: Strategy, cluster: Cluster, en
         notices.extend(found.notices)
         return found.layers
 
-    sample, clip_norm = (lambda: sample_of(job)), job.options.clip_norm
-    probe = ModelProbe(info.module, job.global_batch_size, cluster, layers, sample, job.inputs, clip_norm)
+    sample, options = (lambda: sample_of(job)), job.options
+    probe = ModelProbe(
+        info.module, job.global_batch_size, cluster, layers, sample, job.inputs, options.clip_norm, options.accumulate
+    )
     model = strategy.inspect_model(info.model, probe)
     return replace(info, model=model, notices=(*info.notices, *notices))
 

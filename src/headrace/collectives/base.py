@@ -67,6 +67,22 @@ class _Divided(ABC):
         """Sends row i of a contiguous `(world, nbytes)` uint8 tensor to rank i; returns the rows sent to this rank."""
         return self.gather(pieces.view(-1)).view(self.world, *pieces.shape)[:, self.rank]
 
+    def all_to_all_uneven(self, pieces: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Sends piece i, flat uint8, to rank i; returns what each rank has sent to this one, by rank.
+
+        `sizes[s][t]` is how many bytes rank s sends to rank t, the same on all ranks. What a rank keeps is not sent.
+        """
+        most = max((size for s, row in enumerate(sizes) for t, size in enumerate(row) if s != t), default=0)
+        own = pieces[self.rank]
+        if not most:
+            return [own if rank == self.rank else own[:0] for rank in range(self.world)]
+        padded = own.new_zeros(self.world, most)
+        for rank, piece in enumerate(pieces):
+            if rank != self.rank:
+                padded[rank, : len(piece)] = piece
+        given = [row[: sizes[rank][self.rank]] for rank, row in enumerate(self.all_to_all(padded))]
+        return [*given[: self.rank], own, *given[self.rank + 1 :]]
+
     def all_gather_into(self, every: Tensor, own: Tensor) -> None:
         """Fills `every` with all ranks' `own`, by rank; both are flat and contiguous. `own` may be its place in it."""
         if own.nbytes:

@@ -166,6 +166,25 @@ class SharedMemoryGroup(ProcessGroup):
                 place[start : start + each] = source.view(part.shape)[self.rank]
         return given
 
+    def all_to_all_uneven(self, pieces: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        # What a rank sends, one piece behind the other; where this rank's begins in what each of them sends.
+        sent = torch.cat([pieces[rank] for rank in others]) if others else pieces[0][:0]
+        totals = [sum(row) - row[rank] for rank, row in enumerate(sizes)]
+        starts = [sum(size for to, size in enumerate(row[: self.rank]) if to != s) for s, row in enumerate(sizes)]
+        given = [
+            pieces[rank] if rank == self.rank else sent.new_empty(sizes[rank][self.rank]) for rank in range(self.world)
+        ]
+        for start in range(0, max(totals), self._slot_bytes):
+            slots = self._post(sent[start : start + self._slot_bytes])
+            for rank in others:
+                low = max(starts[rank], start)
+                high = min(starts[rank] + len(given[rank]), start + self._slot_bytes)
+                if low < high:
+                    given[rank][low - starts[rank] : high - starts[rank]] = slots[rank][low - start : high - start]
+        self.moved_bytes += len(sent) + sum(len(given[rank]) for rank in others)
+        return given
+
     def close(self) -> None:
         for group in self.groups:
             group.close()
@@ -177,14 +196,18 @@ class SharedMemoryGroup(ProcessGroup):
 
     def _exchange(self, piece: Tensor) -> list[Tensor]:
         """Writes this rank's piece to its next slot, and returns all ranks' pieces, flat, when they are there."""
+        length = piece.numel()
+        return [slot[:length] for slot in self._post(piece)]
+
+    def _post(self, piece: Tensor) -> list[Tensor]:
+        """Writes this rank's piece, which may be as long as a slot; returns all ranks' slots when they have written."""
         ring = self._rings.get(piece.dtype) or self._ring(piece.dtype)
         self._turn ^= 1
-        turn, length = self._turn, piece.numel()
-        sources = [slots[turn][:length] for slots in ring]
-        own = sources[self.rank]
+        slots = [pair[self._turn] for pair in ring]
+        own = slots[self.rank][: piece.numel()]
         (own if piece.dim() == 1 else own.view(piece.shape)).copy_(piece)
         self.barrier()
-        return sources
+        return slots
 
     def _ring(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         """Returns both slots of every rank as tensors of a type; kept, because views take longer than small sums."""

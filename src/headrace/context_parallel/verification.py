@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from headrace import internals
 from headrace.batches import call
@@ -31,7 +30,13 @@ from headrace.errors import HeadraceError, PeerLost, UsageError, in_one_line
 from headrace.hooks import silenced
 from headrace.modules import set_train_modes
 from headrace.spec.compute import TokenUse
-from headrace.training.user_code.trial import largest_difference, largest_element, unchanged, without_compilers
+from headrace.training.user_code.trial import (
+    WithoutDropout,
+    largest_difference,
+    largest_element,
+    unchanged,
+    without_compilers,
+)
 from headrace.trees import map_leaves, tensors_of
 
 _WORLD = 2
@@ -39,7 +44,6 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Of the largest number; 0.1 for other types. Layers may compute in float32 inside a model in double precision."""
 _SMALL = 1e-3
 """Gradients that are smaller than this part of the largest one are compared with that part of it."""
-_DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
 _LENGTHS = (6, 10, 14, 18, 22, 26, 34, 38, 46)
 """How many tokens a worker may have in a trial: those that no parameter has as a length."""
 _INSTEAD = "use mirrored, or tensor_parallel, whose workers have whole sequences"
@@ -71,15 +75,6 @@ class _Run:
         """Names the module that was running when an error came."""
         name, part = self.open[-1] if self.open else ("", None)
         return _named(name, type(part).__name__) if part is not None else "the model"
-
-
-class _WithoutDropout(TorchFunctionMode):
-    """Lets layers that draw random numbers keep all."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        return func(*args, **(kwargs or {}))
 
 
 def verify(module: nn.Module, batch: Any, inputs: Any) -> TokenUse:
@@ -239,7 +234,7 @@ def _run(module: nn.Module, given: Any, joined: Callable[[Any], Any]) -> _Run:
         for name, part in module.named_modules():
             _follow(run, name, part, stack)
         try:
-            with torch.set_grad_enabled(module.training), _WithoutDropout():
+            with torch.set_grad_enabled(module.training), WithoutDropout():
                 output = joined(module(*args, **kwargs))
                 run.outputs = tensors_of(output)
                 if not module.training:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.batches import call, select_target
 from headrace.collectives.base import Collective
 from headrace.errors import UsageError
-from headrace.fully_sharded.sharding import ShardedModule
 from headrace.fully_sharded.units import refuse_hooks
 from headrace.metrics import Mean, weigh
 from headrace.modules import frozen_until, restore
@@ -52,6 +51,26 @@ _PARTS = {
 """What errors of torch mean, by words of them."""
 
 
+class DividedModule(Protocol):
+    """A module that ranks have divided and compute together: see `ShardedModule`, whose members these are."""
+
+    module: nn.Module
+    device: torch.device
+    half: torch.dtype | None
+    pieces: dict[str, nn.Parameter]
+    whole: frozenset[str]
+    seen: set[str]
+
+    def begin(self) -> None: ...
+    def hooked(self) -> list[str]: ...
+    def silent(self) -> AbstractContextManager[None]: ...
+    def divide(self, weight: float | Tensor) -> None: ...
+    def sum_gradients(self, missing: Callable[[str], bool], mates: Collective | None) -> list[tuple[str, Tensor]]: ...
+    def reshard(self) -> None: ...
+    def whole_tensors(self, leads: bool) -> Iterator[tuple[str, Tensor]]: ...
+    def held_bytes(self) -> int: ...
+
+
 class ShardedModel(Compute):
     """Computes a worker's share with units that all workers gather and release together.
 
@@ -70,7 +89,7 @@ class ShardedModel(Compute):
 
     def __init__(
         self,
-        sharded: ShardedModule,
+        sharded: DividedModule,
         objective: Objective,
         options: Options,
         used: UsedParameters,
@@ -122,7 +141,7 @@ class ShardedModel(Compute):
         part, computed = self._part(loss, share)
         if share.examples == 0:
             with self._sharded.silent():
-                part.backward()
+                part.backward(torch.zeros_like(part))
             return Computed(None, 0.0)
         self._scaled(require_graph(part)).backward()
         self._gradients.look()
@@ -154,7 +173,8 @@ class ShardedModel(Compute):
         return widened(output, self._half)
 
     def attend(self) -> None:
-        self.predict(self._sample)
+        with self._sharded.silent():
+            self.predict(self._sample)
 
     def explained(self, error: Exception) -> UsageError | None:
         cause = next((cause for words, cause in _PARTS.items() if words in str(error)), None)
@@ -197,11 +217,11 @@ class ShardedModel(Compute):
     def _take_part(self, batch: Any) -> None:
         if self._communicates:
             with self._sharded.silent():
-                _summand(self._loss(batch)).backward()
+                _without_effect(self._loss(batch))
             return
         kept = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
         with self._sharded.silent():
-            _summand(self._loss(self._sample)).backward()
+            _without_effect(self._loss(self._sample))
         with torch.no_grad():
             for buffer, value in kept:
                 restore(buffer, value)
@@ -222,7 +242,7 @@ class ShardedModel(Compute):
 
     def _tell_seen(self, epoch: int) -> None:
         # The gradients of a unit are summed as one, also of what is frozen in this epoch, whose sum is left out.
-        seen = {name for name in self._sharded.own.seen if self._until.get(name, 0) <= epoch}
+        seen = {name for name in self._sharded.seen if self._until.get(name, 0) <= epoch}
         self._used.publish([self._mark if name in seen else None for name in self._sharded.pieces])
 
 
@@ -235,7 +255,7 @@ class ShardedExchange(UpdatingExchange):
 
     def __init__(
         self,
-        sharded: ShardedModule,
+        sharded: DividedModule,
         updater: Updater,
         clipper: GradientClipper,
         used: UsedParameters,
@@ -271,5 +291,7 @@ class ShardedExchange(UpdatingExchange):
         super().load(pieces, settings)
 
 
-def _summand(loss: Tensor | Mean) -> Tensor:
-    return loss.total if isinstance(loss, Mean) else loss
+def _without_effect(loss: Tensor | Mean) -> None:
+    """Runs backward with gradients of 0, which others may get, too."""
+    total = loss.total if isinstance(loss, Mean) else loss
+    total.backward(torch.zeros_like(total))

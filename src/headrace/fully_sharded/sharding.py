@@ -21,9 +21,8 @@ from headrace.errors import UnfitMachine, UsageError
 from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink, UnitGather, UnitLink, UnitScatter
 from headrace.fully_sharded.units import is_kept_whole, unit_parameters, written
 from headrace.hooks import hooks_of
-from headrace.internals import foreach_copy_
 from headrace.modules import memory_of, parameters_and_buffers
-from headrace.training.buckets import buckets
+from headrace.training.buckets import sum_over
 from headrace.training.gradients import divide
 from headrace.trees import map_tensors
 
@@ -58,6 +57,7 @@ class ShardedModule:
         whole: names of those.
         unit_bytes: of each unit, by name, when it is gathered; "" is the rest of the model.
         own: what is known of this rank's gradients since `begin`.
+        seen: names of the parameters that it has made one of.
         device: where the module is.
     """
 
@@ -78,6 +78,7 @@ class ShardedModule:
         placed = (each.device for each in module.parameters() if not each.is_meta)
         self.device = next(placed, torch.device("cpu"))
         self.own = OwnGradients()
+        self.seen = self.own.seen
         self._group = group
         self._carrier: Collective = carrier or group
         self._shapes = {name: each.shape for name, each in module.named_parameters()}
@@ -343,18 +344,6 @@ def _gradient(parameter: Tensor) -> Tensor | None:
         return gradient
     local: Tensor = internals.local_part(gradient)
     return local.view(-1)
-
-
-def sum_over(mates: Collective, gradients: Sequence[Tensor]) -> None:
-    """Replaces flat gradients by their sums over ranks, many in a call: a call for each takes longer than the bytes."""
-    for dtype in dict.fromkeys(each.dtype for each in gradients):
-        same = [each for each in gradients if each.dtype == dtype]
-        for start, stop in buckets([each.nbytes for each in same], *mates.bucket_bytes):
-            flat = torch.cat(same[start:stop])
-            # Of fewer rows than ranks some have none, and so have their mates.
-            if flat.numel():
-                mates.all_reduce(flat)
-            foreach_copy_(same[start:stop], flat.split([len(each) for each in same[start:stop]]))
 
 
 def _own_outputs(module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -22,12 +22,11 @@ from headrace import internals
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.errors import UsageError
 from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink, UnitLink
-from headrace.fully_sharded.sharding import sum_over
 from headrace.fully_sharded.units import written
 from headrace.modules import is_dense
 from headrace.policies.segments import part_length
 from headrace.spec.job import Share
-from headrace.training.buckets import buckets
+from headrace.training.buckets import buckets, sum_over
 from headrace.training.clipping import GradientClipper
 from headrace.training.compute import Compute, Computed
 from headrace.training.gradients import UsedParameters

@@ -174,6 +174,14 @@ def _check_figures(value: BatchProfile | ComputeProfile | LayerSpec, where: str)
 
 
 @dataclass(frozen=True)
+class ExpertSpec:
+    """Of how many experts a parameter is, and which of them it belongs to; -1 where it has a row of each."""
+
+    count: int
+    index: int = -1
+
+
+@dataclass(frozen=True)
 class TokenUse:
     """What a model's forward does with the tokens of a sequence.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.registry import imported
-from headrace.spec.compute import ComputeProfile, LayerSpec, SlicedProfile, TokenUse
+from headrace.spec.compute import ComputeProfile, ExpertSpec, LayerSpec, SlicedProfile, TokenUse
 from headrace.spec.embedding import TableSpec
 from headrace.spec.plain import to_plain
 
@@ -129,6 +129,7 @@ class ModelSpec:
         in_parts: whether each process makes a parameter when it needs it, and none builds the whole model.
         tokens: what forward does with the tokens of a sequence; only for strategies that divide sequences.
         slices: what tensor parallelism makes of it on so many devices, by number of devices; () where it was not tried.
+        experts: the parameters of experts, by name; only for strategies that divide these.
 
     Examples:
         >>> model = hr.ModelSpec.load("model.toml")
@@ -150,6 +151,7 @@ class ModelSpec:
     in_parts: bool = False
     tokens: TokenUse | None = None
     slices: tuple[SlicedProfile, ...] = ()
+    experts: Mapping[str, ExpertSpec] = field(default_factory=dict)
 
     @property
     def trainable(self) -> tuple[ParameterSpec, ...]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from headrace.strategies.context import WorkerContext
     from headrace.strategies.context_parallel import ContextParallel
     from headrace.strategies.downpour import Downpour
+    from headrace.strategies.expert_parallel import ExpertParallel
     from headrace.strategies.fully_sharded import FullySharded
     from headrace.strategies.gossip import Gossip
     from headrace.strategies.hybrid import Hybrid
@@ -38,6 +39,7 @@ __all__ = [
     "ContextParallel",
     "DiLoCo",
     "Downpour",
+    "ExpertParallel",
     "FullySharded",
     "Gossip",
     "Hybrid",

@@ -297,3 +297,4 @@ class ModelProbe:
     sample: Callable[[], Any] = tuple
     inputs: Any = None
     clip_norm: float | None = None
+    accumulate: int = 1

@@ -155,14 +155,14 @@ class FullySharded(Strategy):
         from headrace.fully_sharded.replica import ShardedExchange, ShardedModel
         from headrace.fully_sharded.sharding import ShardedModule
 
-        _require_own_backward(context)
+        require_own_backward(context)
         module, group = context.module, context.group
         collective = context.device_group() or group
         broadcast(module, collective)
         fill = _broadcast_parts(module, collective, context.weights.tensors.keys() if context.weights else ())
         units = find_units(module, self.units)
         communicates = context.synchronise_batch_norm()
-        whole = _named(context)
+        whole = whole_parameters(context)
         half = torch.bfloat16 if self.param_dtype else None
         sharded = ShardedModule(
             module, units, within, carrier, self.reshard_after_forward is not False, context.closing, half, fill
@@ -172,7 +172,7 @@ class FullySharded(Strategy):
             context.weights.read(module, module.named_buffers())
         held = rows(context.model.parameters, within.world)
         segments = [each for each in held if each.owner in (within.rank, EVERY_WORKER)]
-        updater = _updater_of(segments, sharded.pieces, whole, context)
+        updater = updater_of_parts(segments, sharded.pieces, whole, context)
         weighing = weighing or context
         used = UsedParameters(group, len(sharded.pieces), weighing.group.world)
         objective, options, sample = context.objective, context.options, context.sample
@@ -222,11 +222,11 @@ class FullySharded(Strategy):
 
         group, held = context.group, context.model.parameters
         broadcast(context.module, context.device_group() or group)
-        whole = _named(context)
+        whole = whole_parameters(context)
         named = dict(context.module.named_parameters())
         divided = DividedParameters({each.name: named[each.name] for each in held}, within, carrier)
         segments = [each for each in evenly(held, within.world) if each.owner == within.rank]
-        updater = _updater_of(segments, divided.pieces, whole, context)
+        updater = updater_of_parts(segments, divided.pieces, whole, context)
         used = UsedParameters(group, len(divided.trained))
         compute = DividedCompute(context.whole_model(PartialSums(divided, used)), divided)
         if group.rank == 0:
@@ -268,7 +268,7 @@ def _broadcast_parts(
     return fill
 
 
-def _require_own_backward(context: WorkerContext) -> None:
+def require_own_backward(context: WorkerContext) -> None:
     """Refuses workers that are threads on accelerators with a UsageError: they exchange units during backward."""
     if context.device.type != HOST and isinstance(context.group, ThreadCollective) and context.group.world > 1:
         raise UsageError(
@@ -277,7 +277,7 @@ def _require_own_backward(context: WorkerContext) -> None:
         )
 
 
-def _named(context: WorkerContext) -> list[tuple[str, torch.Tensor]]:
+def whole_parameters(context: WorkerContext) -> list[tuple[str, torch.Tensor]]:
     """Returns all parameters of the model before they are divided: without memory, unless the optimizer needs it."""
     named = context.module.named_parameters()
     if context.model.optimizer.values:
@@ -285,7 +285,7 @@ def _named(context: WorkerContext) -> list[tuple[str, torch.Tensor]]:
     return [(name, without_data(each)) for name, each in named]
 
 
-def _updater_of(
+def updater_of_parts(
     segments: Sequence[Segment],
     pieces: dict[str, torch.nn.Parameter],
     whole: Sequence[tuple[str, torch.Tensor]],

@@ -305,6 +305,18 @@ class SummedUse(GradientUse):
         self._leave = None
 
 
+def sum_over(mates: Collective, gradients: Sequence[Tensor]) -> None:
+    """Replaces flat gradients by their sums over ranks, many in a call: a call for each takes longer than the bytes."""
+    for dtype in dict.fromkeys(each.dtype for each in gradients):
+        same = [each for each in gradients if each.dtype == dtype]
+        for start, stop in buckets([each.nbytes for each in same], *mates.bucket_bytes):
+            flat = torch.cat(same[start:stop])
+            # Of fewer rows than ranks some have none, and so have their mates.
+            if flat.numel():
+                mates.all_reduce(flat)
+            foreach_copy_(same[start:stop], flat.split([len(each) for each in same[start:stop]]))
+
+
 def buckets(sizes: Sequence[int], first_bytes: int, most_bytes: int) -> tuple[tuple[int, int], ...]:
     """Returns runs `(start, stop)` of parameter indices, in the order in which their gradients are ready.
 

@@ -199,7 +199,7 @@ def test_the_seed_decides(strategy: hr.Strategy) -> None:
 
 def test_every_strategy_can_be_simulated() -> None:
     """But for three: how often a line search computes the loss depends on data, for one."""
-    refused = ("context_parallel", "sandblaster", "tpu")
+    refused = ("context_parallel", "expert_parallel", "sandblaster", "tpu")
     for name in refused:
         with pytest.raises(UsageError, match=f"{name} cannot be simulated"):
             run(STRATEGIES[name]())

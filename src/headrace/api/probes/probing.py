@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice, product
 from time import perf_counter
@@ -163,7 +164,9 @@ def run_probes(info: JobInfo, plan: Plan, equals: bool = True, threads: bool = F
     findings = (*probe_metrics(job, info.module), *_clipped(job))
     probes = PROBES if _scopes(plan, accumulate) else (probe_carried_state, probe_rows)
     probes += (probe_left_behind,) if threads and not has_stages(plan) else ()
-    findings += probe(job, info.module, *objectives_of(job, info.module, info.weighed), probes=probes)
+    # Where experts are divided, the router's loss is that of all workers' tokens.
+    with _without_router_loss(info):
+        findings += probe(job, info.module, *objectives_of(job, info.module, info.weighed), probes=probes)
     if job.options.batch_norm == "local":
         findings += probe_batch_norm(info.module, pieces_of(plan, job.global_batch_size, accumulate))
     said = said_by(findings, plan, accumulate, equals)
@@ -174,6 +177,14 @@ def run_probes(info: JobInfo, plan: Plan, equals: bool = True, threads: bool = F
             f"{carried[0].where}; {carried[0].remedy}, or use a strategy that runs the whole model, as mirrored"
         )
     return said
+
+
+def _without_router_loss(info: JobInfo) -> AbstractContextManager[None]:
+    if not info.model.experts:
+        return nullcontext()
+    from headrace.expert_parallel.balance import without_router_loss
+
+    return without_router_loss(info.module)
 
 
 def _clipped(job: Job) -> tuple[Finding, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,19 @@ class DividedTensors(Collective):
         self._call(b"all_to_all", pieces, exchange, given, pieces, [], [], dist.AllToAllOptions())()
         self.moved_bytes += 2 * (self.world - 1) * pieces.shape[1]
         return given
+
+    def all_to_all_uneven(self, pieces: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+        own = pieces[self.rank]
+        outgoing = [0 if rank == self.rank else len(piece) for rank, piece in enumerate(pieces)]
+        incoming = [0 if rank == self.rank else row[self.rank] for rank, row in enumerate(sizes)]
+        sent = torch.cat([own[:0], *(piece for rank, piece in enumerate(pieces) if rank != self.rank)])
+        given = own.new_empty(sum(incoming))
+        if any(size for s, row in enumerate(sizes) for t, size in enumerate(row) if s != t):
+            exchange, options = self._backend.alltoall_base, dist.AllToAllOptions()
+            self._call(b"all_to_all", sent, exchange, given, sent, incoming, outgoing, options)()
+        self.moved_bytes += len(sent) + len(given)
+        parts = given.split(incoming)
+        return [own if rank == self.rank else part for rank, part in enumerate(parts)]
 
     def all_gather_into(self, every: Tensor, own: Tensor) -> None:
         if own.nbytes:

@@ -63,6 +63,10 @@ class ThroughHost(Collective):
     def all_to_all(self, pieces: Tensor) -> Tensor:
         return self._group.all_to_all(pieces.cpu()).to(pieces.device)
 
+    def all_to_all_uneven(self, pieces: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+        given = self._group.all_to_all_uneven([piece.cpu() for piece in pieces], sizes)
+        return [part.to(pieces[0].device) for part in given]
+
     def among(self, group: ProcessGroup, members: Sequence[int]) -> Collective | None:
         return ThroughHost(group, self.in_host)
 

@@ -123,6 +123,9 @@ class ForwardingGroup(ProcessGroup):
     def all_to_all(self, pieces: Tensor) -> Tensor:
         return self.now.all_to_all(pieces)
 
+    def all_to_all_uneven(self, pieces: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+        return self.now.all_to_all_uneven(pieces, sizes)
+
 
 class ViewGroup(ForwardingGroup):
     """The members of the present view; who changes the views lets the group `adopt` the new one."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from headrace.batches import call
 from headrace.machine.dynamo import has_compiler
@@ -20,6 +21,17 @@ from headrace.machine.generators import forked_generators
 from headrace.modules import is_dense, stateful_modules
 from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.untouched import same_generators, untouched
+
+_DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Lets layers that draw random numbers keep all."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        return func(*args, **(kwargs or {}))
 
 
 def loss_of(module: nn.Module, batch: Any, objective: Objective) -> Any:
