@@ -32,6 +32,7 @@ def between(case: Case, stages: int, micro_batches: int, **options: object) -> t
     return merged(ranks), meeting
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("micro_batches", [1, 4, 8])
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
