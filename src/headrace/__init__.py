@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from headrace import data, metrics, tasks
     from headrace.api.adapters.lightning import from_lightning
+    from headrace.api.adapters.trainer import from_trainer
     from headrace.api.comparison import Comparison, compare
     from headrace.api.fit import fit, launch
     from headrace.api.model_profile import profile
@@ -134,6 +135,7 @@ __all__ = [
     "find_learning_rate",
     "fit",
     "from_lightning",
+    "from_trainer",
     "frozen",
     "grouped",
     "launch",
@@ -154,6 +156,7 @@ __all__ = [
 # Where each name is imported from when it is first used: `import headrace` alone does not import torch.
 _MODULES = {
     "api.adapters.lightning": ("from_lightning",),
+    "api.adapters.trainer": ("from_trainer",),
     "api.comparison": ("Comparison", "compare"),
     "api.fit": ("fit", "launch"),
     "api.model_profile": ("profile",),
