@@ -7,7 +7,7 @@ from house import PACKAGE, Modules
 LINES = 120_222
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
-CORE = 14_945
+CORE = 14_960
 """Of the files that docs/architecture.md names as the core."""
 
 CLOSURES = {

@@ -95,10 +95,11 @@ class OwnLoss(transformers.Trainer):
     ("settings", "message"),
     [
         ({"kind": OwnLoss}, "OwnLoss defines compute_loss"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
-        ({"gradient_checkpointing": True}, "gradient_checkpointing=True"),
+        ({"label_smoothing_factor": 0.1, "model": classifier()}, "label_smoothing_factor=0.1"),
+        ({"gradient_checkpointing": True, "model": classifier()}, "gradient_checkpointing=True"),
         ({"callbacks": [transformers.EarlyStoppingCallback()]}, "EarlyStoppingCallback may change the loop"),
         ({"compute_metrics": len}, "was given compute_metrics"),
+        ({"model": classifier(), "gradient_accumulation_steps": 2}, "leaves num_items_in_batch aside"),
     ],
 )
 def test_what_a_job_does_not_carry_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -119,8 +119,8 @@ def _require_items(trainer: Any, model: nn.Module, batch: Any) -> None:
     if not math.isclose(losses[0], 2 * losses[1], rel_tol=1e-3):
         raise UsageError(
             f"gradient_accumulation_steps={trainer.args.gradient_accumulation_steps}: the loss of "
-            f"{type(model).__name__} leaves num_items_in_batch aside, so the Trainer weighs micro-batches otherwise than "
-            "a job, which weighs tokens; use 1, with a larger batch"
+            f"{type(model).__name__} leaves num_items_in_batch aside, so the Trainer weighs micro-batches otherwise "
+            "than a job, which weighs tokens; use 1, with a larger batch"
         )
 
 
