@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 120_222
+LINES = 120_380
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
-CORE = 14_960
+CORE = 14_965
 """Of the files that docs/architecture.md names as the core."""
 
 CLOSURES = {
-    "data": 870,
+    "data": 880,
     "data.loading.loader": 6_360,
-    "strategies.one_device": 9_830,
+    "strategies.one_device": 9_840,
     "strategies.mirrored": 11_010,
     "strategies.central_storage": 13_080,
     "worker.main": 20_080,
