@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 120_380
+LINES = 120_408
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_965
@@ -14,13 +14,13 @@ CLOSURES = {
     "data": 880,
     "data.loading.loader": 6_360,
     "strategies.one_device": 9_840,
-    "strategies.mirrored": 11_010,
+    "strategies.mirrored": 11_020,
     "strategies.central_storage": 13_080,
-    "worker.main": 20_080,
-    "engine.local.process": 21_610,
+    "worker.main": 20_090,
+    "engine.local.process": 21_680,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_860,
-    "api.fit": 33_190,
+    "api.fit": 33_210,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 

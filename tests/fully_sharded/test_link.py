@@ -48,6 +48,7 @@ def test_units_are_gathered_and_summed_in_any_order_that_all_have(kind: str) -> 
             own = whole[group.rank * size : (group.rank + 1) * size]
             own.copy_(numbers(group.rank, unit, turn, size))
             gather(whole, own, None)  # type: ignore[arg-type]
+            whole = whole.clone()
             gradient = scatter.allocate((WORLD * size,), dtype=torch.float64, device=cpu)
             gradient.copy_(numbers(group.rank, unit, turn, WORLD * size))
             part = scatter.allocate((size,), dtype=torch.float64, device=cpu)

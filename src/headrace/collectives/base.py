@@ -247,6 +247,10 @@ class ProcessGroup(Collective):
             return self.in_memory.share(nbytes)
         raise NotImplementedError("processes on several hosts share no memory; they exchange by collectives")
 
+    def share_one(self, nbytes: int) -> Tensor:
+        """Returns one zeroed region of rank 0's memory, as `(nbytes,)` uint8, which all ranks see; see `share`."""
+        return self.share(0 if self.rank else nbytes)[0]
+
 
 def moved_bytes_of(group: Collective) -> int:
     """Returns the bytes moved by a group and by those in it."""

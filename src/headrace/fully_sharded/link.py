@@ -1,7 +1,7 @@
 """Moves units between workers, in the places where `fully_shard` would call NCCL or gloo.
 
-    gather    rank 0   │ its part of the unit ─► slot ─┐            ┌─► copies the parts of all
-              rank 1   │ its part of the unit ─► slot ─┴─ barrier ──┴─► copies the parts of all
+    gather    rank 0   │ its part of the unit ─► slot ─┐            ┌─► copies the unit from the slot
+              rank 1   │ its part of the unit ─► slot ─┴─ barrier ──┴─► copies the unit from the slot
 
     scatter   rank 0   │ its gradient of the unit ─► region ─┐            ┌─► adds up part 0 of all regions
               rank 1   │ its gradient of the unit ─► region ─┴─ barrier ──┴─► adds up part 1 of all regions
@@ -62,12 +62,18 @@ class UnitLink(ABC):
         self._meetings = 0
 
     @abstractmethod
-    def gather(self, unit: int, whole: Tensor, own: Tensor) -> None:
-        """Fills a flat tensor with the parts of all ranks, by rank; `own` is this rank's, and may lie in it."""
+    def space(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Returns memory for a unit that `gather` is to fill next, flat: to be copied before the gather after that."""
 
     @abstractmethod
+    def gather(self, unit: int, whole: Tensor, own: Tensor) -> None:
+        """Fills what `space` gave with the parts of all ranks, by rank; `own` is this rank's, and may lie in it."""
+
     def parts(self, unit: int, own: Tensor) -> Sequence[Tensor]:
         """Returns the parts of all ranks, by rank, as bytes that stay until the next call; `own` is this rank's."""
+        whole = self.space(self._group.world * len(own), own.dtype)
+        self.gather(unit, whole, own)
+        return whole.view(torch.uint8).view(self._group.world, own.nbytes).unbind()
 
     @abstractmethod
     def region(self, unit: int, elements: int, dtype: torch.dtype) -> Tensor:
@@ -126,25 +132,22 @@ class SharedLink(UnitLink):
         self._part_bytes = on_lines(-(-largest_bytes // group.world))
         # Of two meetings in turn: which meeting, what is done, with which unit, how many bytes.
         self._headers = [region.view(torch.int64).numpy().reshape(2, 4) for region in group.share(LINE)]
-        self._slots = group.share(2 * self._part_bytes)
+        self._slots = group.share_one(2 * self._part_bytes * group.world).chunk(2)
         self._regions = group.share(self._part_bytes * group.world)
         self._summed = -1
         self._turn = 0
 
-    def gather(self, unit: int, whole: Tensor, own: Tensor) -> None:
-        rows = whole.view(torch.uint8).view(self._group.world, own.nbytes)
-        for row, part in zip(rows, self.parts(unit, own), strict=True):
-            row.copy_(part)
-
-    def parts(self, unit: int, own: Tensor) -> Sequence[Tensor]:
-        nbytes = own.nbytes
+    def space(self, elements: int, dtype: torch.dtype) -> Tensor:
         # The other slot may still be read by ranks that are behind.
         self._turn ^= 1
-        start = self._turn * self._part_bytes
-        self._slots[self._group.rank][start : start + nbytes].copy_(own.view(torch.uint8))
-        self._meet(_GATHER, unit, nbytes * self._group.world)
-        self._group.moved_bytes += nbytes * (1 + self._group.world)
-        return [slot[start : start + nbytes] for slot in self._slots]
+        return self._slots[self._turn][: elements * dtype.itemsize].view(dtype)
+
+    def gather(self, unit: int, whole: Tensor, own: Tensor) -> None:
+        place = whole[self._group.rank * len(own) :][: len(own)]
+        if place.data_ptr() != own.data_ptr():
+            place.copy_(own)
+        self._meet(_GATHER, unit, whole.nbytes)
+        self._group.moved_bytes += own.nbytes + whole.nbytes
 
     def region(self, unit: int, elements: int, dtype: torch.dtype) -> Tensor:
         if self._group.world == 1:
@@ -196,14 +199,12 @@ class CollectiveLink(UnitLink):
         self._calls = array("i")
         self._agreed = False
 
+    def space(self, elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(elements, dtype=dtype, device=self._device)
+
     def gather(self, unit: int, whole: Tensor, own: Tensor) -> None:
         self._agree(_GATHER, unit, whole.nbytes)
         self._carrier.all_gather_into(whole, own)
-
-    def parts(self, unit: int, own: Tensor) -> Sequence[Tensor]:
-        whole = own.new_empty(self._group.world * len(own))
-        self.gather(unit, whole, own)
-        return whole.view(torch.uint8).view(self._group.world, own.nbytes).unbind()
 
     def region(self, unit: int, elements: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(elements, dtype=dtype, device=self._device)
@@ -251,7 +252,7 @@ class CollectiveLink(UnitLink):
 
 
 class UnitGather:
-    """The all-gather of one unit, as `fully_shard` calls it."""
+    """The all-gather of one unit, as `fully_shard` calls it: it copies a unit before it gathers the next."""
 
     def __init__(self, link: UnitLink, unit: int) -> None:
         self._link = link
@@ -259,7 +260,8 @@ class UnitGather:
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns memory for the whole unit."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        (elements,) = size
+        return self._link.space(int(elements), dtype)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False

@@ -151,6 +151,9 @@ class ShardedModule:
             assert isinstance(part, FSDPModule)
             part.set_custom_all_gather(cast(Any, UnitGather(self._link, index)))
             part.set_custom_reduce_scatter(cast(Any, UnitScatter(self._link, index)))
+            if not self._carrier.queued:
+                # Nothing would go on meanwhile, and the next unit would take memory: in the place of it comes this one.
+                part.set_modules_to_backward_prefetch([part])
             # Losses are weighed by each rank's part of the global batch already.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)

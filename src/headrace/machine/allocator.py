@@ -15,6 +15,8 @@ MMAP_THRESHOLD = -3
 MOST_ARENAS = -8
 """Of pieces of memory that threads take theirs from."""
 
+_LEAST_MAPPED = 128 << 10
+"""Bytes; what the GNU C library begins with."""
 _MADV_HUGEPAGE = 14
 _LIBRARY = ctypes.CDLL(None)
 
@@ -27,6 +29,16 @@ def give_back() -> None:
     """Returns free memory to the system, which the C library otherwise keeps."""
     if _malloc_trim is not None:
         _malloc_trim(0)
+
+
+def give_back_at_once() -> None:
+    """From now on, free memory is the system's at once, as far as that can be: in place of time, memory is saved.
+
+    Large pieces are mapped by themselves. In the heap, what they leave would lie between what stays.
+    """
+    for option in (MMAP_THRESHOLD, TRIM_THRESHOLD, TOP_PAD):
+        tune(option, _LEAST_MAPPED)
+    give_back()
 
 
 def tune(option: int, value: int) -> None:

@@ -23,6 +23,7 @@ from headrace.engine.local.environment import take_environment
 from headrace.engine.shipping import unpack
 from headrace.engine.torchrun.address import start_timeout_s
 from headrace.errors import HeadraceError, JobError, NoStandardInput, PeerLost, user_traceback
+from headrace.machine.allocator import give_back_at_once
 from headrace.machine.disk import takes_no_more
 from headrace.shared_memory.control_page import ControlPage, LastEvent
 from headrace.shared_memory.segment import SharedSegment
@@ -106,6 +107,8 @@ def _run_worker(request: Mapping[str, Any], descriptors: list[int]) -> int:
         return 0
     # The workers have the first ranks.
     group = SharedMemoryGroup(ControlPage(page.segment, plan.workers), rank, check)
+    if spec.model.in_parts:
+        give_back_at_once()
     work(spec, rank, group, page)
     group.close()
     return 0

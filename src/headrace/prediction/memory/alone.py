@@ -64,5 +64,8 @@ class OneOfGroup(ProcessGroup):
             return (torch.zeros(nbytes, dtype=torch.uint8),) * self.world
         return tuple(self._shared(nbytes) for _ in range(self.world))
 
+    def share_one(self, nbytes: int) -> Tensor:
+        return self._shared(nbytes)
+
     def close(self) -> None:
         """Releases nothing."""
