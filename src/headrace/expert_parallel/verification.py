@@ -188,9 +188,16 @@ def _compare(module: nn.Module, whole: _Run, parts: Sequence[_Run], skewed: bool
 def _compare_gradients(module: nn.Module, whole: _Run, parts: Sequence[_Run]) -> None:
     largest = max(map(largest_element, whole.gradients.values()), default=0.0)
     for name, gradient in whole.gradients.items():
-        own = [each.gradients[name] for each in parts if name in each.gradients]
-        stacked = any(each.shape != gradient.shape for each in own)
-        total = torch.cat(own) if stacked else sum(own, torch.zeros_like(gradient))
+        own = [each.gradients.get(name) for each in parts]
+        if any(each is not None and each.shape != gradient.shape for each in own):
+            # A rank whose experts have no tokens may have none.
+            rows = [
+                gradient.new_zeros(stop - start, *gradient.shape[1:])
+                for start, stop in bounds_of(len(gradient), _WORLD)
+            ]
+            total = torch.cat([zero if each is None else each for each, zero in zip(own, rows, strict=True)])
+        else:
+            total = sum((each for each in own if each is not None), torch.zeros_like(gradient))
         if not _close(gradient, total, largest * _SMALL):
             raise UsageError(
                 f"the gradient of {name!r} of {type(module).__name__} changes where experts are divided, as under "
