@@ -1,0 +1,61 @@
+"""Mixtures of the transformers library, with their router's loss, are trained as on one device."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import headrace as hr
+from strategies.contract_runs import distance, train
+
+transformers = pytest.importorskip("transformers")
+SHAPE = {
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "intermediate_size": 24,
+    "initializer_range": 0.3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": {"num_experts": 5, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12},
+    "Qwen3Moe": {"num_experts": 6, "moe_intermediate_size": 12, "head_dim": 4},
+}
+
+
+def mixture(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    model: Any = getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**SHAPE, **KINDS[kind])
+    )
+    model.set_experts_implementation("eager")
+    return model.double()  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_they_are_one_device(kind: str) -> None:
+    text = torch.randint(0, 23, (10, 7), generator=torch.Generator().manual_seed(1))
+    examples = [{"input_ids": each, "labels": each} for each in text]
+    job = hr.Job(
+        model=partial(mixture, kind),
+        task=hr.tasks.own_loss(),
+        optimizer=partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+        data=examples,
+        global_batch_size=4,
+        epochs=1,
+    )
+    right, found = train(job, hr.OneDevice()), train(job, hr.ExpertParallel(3))
+    assert distance(found.tensors, right.tensors) <= 1e-9
+    # The library computes the loss itself in float32.
+    assert found.losses == pytest.approx(right.losses, rel=1e-6)
