@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 120_414
+LINES = 120_987
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_965
@@ -12,15 +12,15 @@ CORE = 14_965
 
 CLOSURES = {
     "data": 880,
-    "data.loading.loader": 6_360,
-    "strategies.one_device": 9_840,
-    "strategies.mirrored": 11_020,
-    "strategies.central_storage": 13_080,
-    "worker.main": 20_090,
-    "engine.local.process": 21_680,
+    "data.loading.loader": 6_390,
+    "strategies.one_device": 9_870,
+    "strategies.mirrored": 11_050,
+    "strategies.central_storage": 13_120,
+    "worker.main": 20_120,
+    "engine.local.process": 21_710,
     "parameter_server.core.shard": 1_250,
-    "serving.application": 3_860,
-    "api.fit": 33_210,
+    "serving.application": 3_870,
+    "api.fit": 33_240,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from headrace.api.model_profile import profile
     from headrace.api.plain_script.processes import ScriptProcesses
     from headrace.api.plain_script.setup import processes, setup
-    from headrace.api.probes.learning_rate import LearningRates, find_learning_rate
     from headrace.api.probes.model_summary import ModelSummary, summary
     from headrace.api.rehearsal.rehearse import Rehearsal, rehearse
     from headrace.api.run import Run
+    from headrace.api.trials.goals import steps_to_goal
+    from headrace.api.trials.learning_rate import LearningRates, find_learning_rate
     from headrace.api.verification.verification import Verification
     from headrace.api.verification.verify import verify
     from headrace.averaging.outer_steps import Elastic, Nesterov
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from headrace.prediction.assumptions import Assumptions
     from headrace.prediction.calibration import calibrate
     from headrace.prediction.memory.plan import MemoryPlan
+    from headrace.prediction.recommendation.goals import recommend_for_goal
     from headrace.prediction.recommendation.recommend import Recommendation, recommend
     from headrace.prediction.simulation.simulate import Prediction, simulate
     from headrace.report.trackers.mlflow import MLflow
@@ -145,9 +147,11 @@ __all__ = [
     "processes",
     "profile",
     "recommend",
+    "recommend_for_goal",
     "rehearse",
     "setup",
     "simulate",
+    "steps_to_goal",
     "summary",
     "tasks",
     "verify",
@@ -160,7 +164,8 @@ _MODULES = {
     "api.comparison": ("Comparison", "compare"),
     "api.fit": ("fit", "launch"),
     "api.model_profile": ("profile",),
-    "api.probes.learning_rate": ("LearningRates", "find_learning_rate"),
+    "api.trials.goals": ("steps_to_goal",),
+    "api.trials.learning_rate": ("LearningRates", "find_learning_rate"),
     "api.probes.model_summary": ("ModelSummary", "summary"),
     "api.rehearsal.rehearse": ("Rehearsal", "rehearse"),
     "api.run": ("Run",),
@@ -179,6 +184,7 @@ _MODULES = {
     "policies.period": ("AutoPeriod",),
     "prediction.memory.plan": ("MemoryPlan",),
     "prediction.calibration": ("calibrate",),
+    "prediction.recommendation.goals": ("recommend_for_goal",),
     "prediction.recommendation.recommend": ("Recommendation", "recommend"),
     "prediction.assumptions": ("Assumptions",),
     "prediction.simulation.simulate": ("Prediction", "simulate"),

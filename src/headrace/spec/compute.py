@@ -196,3 +196,29 @@ class TokenUse:
     others: tuple[str, ...] = ()
     dims: tuple[int, ...] = ()
     evaluated: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class StepsToGoal:
+    """How many steps a job has taken to a goal, see prediction/steps_to_goal.py.
+
+    Attributes:
+        goal: as text, "accuracy 0.9".
+        global_batch_size: with which it was reached.
+        critical_batch: in examples: the noise of the gradients in the mean over the steps.
+        noise: the noise scale in examples, by equal parts of the run; `inf` where noise is all that was seen.
+    """
+
+    goal: str
+    global_batch_size: int
+    steps: int
+    critical_batch: float
+    noise: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, least in (("global_batch_size", 1), ("steps", 1), ("critical_batch", 0)):
+            value = getattr(self, name)
+            if not least <= value < math.inf:
+                raise UsageError(
+                    f"{name} of the goal {self.goal!r} must be a number of at least {least}, got {value!r}"
+                )

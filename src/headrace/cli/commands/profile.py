@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,13 +29,15 @@ from headrace.spec.plain import to_plain
 
 if TYPE_CHECKING:
     from headrace.prediction.calibration import Calibration
-    from headrace.spec.compute import BatchProfile, LayerSpec
+    from headrace.spec.compute import BatchProfile, LayerSpec, StepsToGoal
+    from headrace.spec.job import Job
     from headrace.spec.model import ModelSpec
 
 _EXAMPLES = """
   headrace profile job.py
   headrace profile job.py -o model.json --threads 1
   headrace profile job.py --batch-sizes 8,32,128 --seconds 3
+  headrace profile job.py --goal "accuracy 0.9"
   headrace profile job.py --json | jq .compute.optimizer_s
 """
 
@@ -44,7 +47,14 @@ _PLANS = """
   headrace plan job.py --strategy fully_sharded --workers 8 --json
 """
 
-_NAME_WIDTH, _MOST_LAYERS = 34, 10
+GoalOption = Annotated[
+    str | None,
+    option(
+        "--goal TEXT", 'A metric of the evaluation and a number: "accuracy 0.9". Trains the job until it is reached.'
+    ),
+]
+
+_NAME_WIDTH, _MOST_LAYERS = 32, 10
 
 
 @command(_EXAMPLES)
@@ -65,12 +75,14 @@ def profile(
     seconds: Annotated[
         float, option("--seconds SECONDS", "How long each measurement takes.", min=0.01, max=MOST_SECONDS)
     ] = 1.0,
+    goal: GoalOption = None,
     settings: SettingsOption = None,
 ) -> None:
     """Measure what a job's model takes.
 
     Forward and backward by batch size and by layer, the update, what a step costs besides, and the bytes that autograd
-    keeps. The file that is written is what predictions start from.
+    keeps. The file that is written is what predictions start from. With a goal the job is trained until it is reached,
+    and the noise of its gradients says how many steps other batch sizes would take.
     """
     refuse_launcher("profile")
     find_job(path)
@@ -79,6 +91,8 @@ def profile(
         # Lazily: it imports torch.
         from headrace.api.model_profile import profile as measure
 
+        # First, because it says soonest that it cannot be.
+        to_goal = known_goal(job, goal, device)
         measured = measure(
             job,
             device=device,
@@ -88,12 +102,24 @@ def profile(
             engine=engine,
             say=lambda line: say(f"measuring {line}"),
         )
+    measured = replace(measured, to_goal=to_goal)
     file = out or Path(f"{job_name(path)}.profile.json")
     with writing("the profile", file, "--out"):
         file.parent.mkdir(parents=True, exist_ok=True)
         measured.save(file)
     document = {**to_plain(measured), "file": str(file)}
     answer.give(document, "\n".join([*_lines(job_name(path), measured), f"profile: {file}"]))
+
+
+def known_goal(job: Job, goal: str | None, device: str = AUTO) -> StepsToGoal | None:
+    """Returns what a job takes to a goal, which it is trained to here; None without a goal."""
+    if goal is None:
+        return None
+    # Lazily: it imports torch.
+    from headrace.api.trials.goals import steps_to_goal
+
+    say(f"training to {goal}")
+    return steps_to_goal(job, goal, device=device)
 
 
 def _sizes(text: str) -> list[int]:
@@ -163,10 +189,24 @@ def _lines(name: str, model: ModelSpec) -> Iterator[str]:
         )
     yield ""
     yield from _layer_lines(top)
+    if model.to_goal is not None:
+        yield from wrapped(_goal_text(model.to_goal))
     if "disturbed" in model.origin:
         yield from wrapped(
             f"NOT IDLE: {model.origin['disturbed']}. The quickest steps count; profile again when nothing else runs."
         )
+
+
+def _goal_text(known: StepsToGoal) -> str:
+    # Lazily: only a goal needs it.
+    from headrace.prediction.steps_to_goal import steps_at
+
+    low, high = (known.global_batch_size // 2 or 1, 2 * known.global_batch_size)
+    return (
+        f"To {known.goal}: {known.steps:,} steps of {known.global_batch_size:,} examples, measured; the critical batch "
+        f"is {round(known.critical_batch):,} examples, so that batches of {low:,} would take "
+        f"{steps_at(known, low):,} steps, of {high:,} {steps_at(known, high):,}, each with its best learning rate."
+    )
 
 
 def _layer_lines(batch: BatchProfile) -> Iterator[str]:
@@ -177,16 +217,16 @@ def _layer_lines(batch: BatchProfile) -> Iterator[str]:
     slowest = sorted(layers, key=_seconds, reverse=True)[:_MOST_LAYERS]
     total = sum(map(_seconds, layers))
     title = f"{len(slowest)} slowest of {len(layers)} layers"
-    yield f"{title:{_NAME_WIDTH}}{'forward':>10}{'backward':>10}{'part':>8}{'parameters':>18}"
+    yield f"{title:{_NAME_WIDTH}}{'forward':>11}{'backward':>11}{'part':>8}{'parameters':>18}"
     for layer in slowest:
         part = percent(_seconds(layer) / total) if total else ""
         yield (
             f"{cut(clean(layer.name), _NAME_WIDTH):{_NAME_WIDTH}}"
-            f"{duration(layer.forward_s):>10}{duration(layer.backward_s):>10}"
+            f"{duration(layer.forward_s):>11}{duration(layer.backward_s):>11}"
             f"{part:>8}{byte_count(layer.parameter_bytes):>18}"
         )
     forward_s, backward_s = (sum(getattr(layer, name) for layer in layers) for name in ("forward_s", "backward_s"))
-    yield f"{'all, each by itself':{_NAME_WIDTH}}{duration(forward_s):>10}{duration(backward_s):>10}"
+    yield f"{'all, each by itself':{_NAME_WIDTH}}{duration(forward_s):>11}{duration(backward_s):>11}"
     yield ""
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from headrace.cli.command import argument, command, option
+from headrace.cli.commands.profile import GoalOption, known_goal
 from headrace.cli.commands.simulate import (
     AssumeOption,
     ClusterFile,
@@ -19,11 +21,14 @@ from headrace.cli.commands.simulate import (
 from headrace.cli.engines import job_on_engine, refuse_launcher
 from headrace.cli.jobfile import find_job
 from headrace.cli.options import SettingsOption
-from headrace.cli.output import Answer, say, wrapped, writing
+from headrace.cli.output import Answer, cut, say, wrapped, writing
 from headrace.errors import UsageError
 from headrace.machine import disk
+from headrace.report.format import duration, short
+from headrace.spec.plain import to_plain
 
 if TYPE_CHECKING:
+    from headrace.prediction.recommendation.goals import BatchChoice, GoalRecommendation
     from headrace.prediction.recommendation.offers import Offer
     from headrace.prediction.recommendation.recommend import Recommendation
     from headrace.spec.cluster import Cluster
@@ -33,6 +38,7 @@ _EXAMPLES = """
   headrace recommend job.py --cluster cluster.toml
   headrace recommend model.json --cluster cluster.toml --price
   headrace recommend model.json --cluster cluster.toml --deadline 2h
+  headrace recommend job.py --cluster cluster.toml --goal "accuracy 0.9"
   headrace recommend model.json --cluster cluster.toml --out page.html
 """
 
@@ -61,6 +67,9 @@ ExamplesOption = Annotated[
     int | None, option("--examples", "To train in all. Default: the job's; 1000000 for a file.", min=1)
 ]
 DeadlineOption = Annotated[str | None, option("--deadline 2h", "The cheapest that is done by then: 90min, 2h, 3d.")]
+RateRuleOption = Annotated[
+    str, option("--rate-rule", "With --goal: how the learning rate follows the batch: noise, linear, sqrt, same.")
+]
 AnyUpdatesOption = Annotated[
     bool,
     option("--any-updates", "Also take a strategy whose updates are not one device's, and may need more examples."),
@@ -76,6 +85,8 @@ def recommend(
     examples: ExamplesOption = None,
     price: Annotated[bool, option("--price", "Rank by money instead of by time.")] = False,
     deadline: DeadlineOption = None,
+    goal: GoalOption = None,
+    rate_rule: RateRuleOption = "noise",
     any_updates: AnyUpdatesOption = False,
     assume: AssumeOption = None,
     out: Annotated[Path | None, option("--out FILE.html", "Write a page with curves there, too.")] = None,
@@ -87,39 +98,43 @@ def recommend(
     Nothing is trained, and no machine but this one is touched; a job is profiled here.
     """
     limit_s = None if deadline is None else seconds_of(deadline)
+    if goal is not None and examples is not None:
+        raise UsageError("--examples and --goal: the goal says how many examples; leave --examples out")
     job = model if model.suffix == ".py" else Path("job.py")
     # Lazily: they import torch.
     from headrace.prediction.cloud import cluster_of
 
     # Before the model is measured, which takes half a minute.
     machines = cluster_of(cluster)
-    known, batch, goal, pieces = _known(model, settings)
+    known, batch, count, pieces = _known(model, settings, goal)
+    from headrace.prediction.recommendation import goals
     from headrace.prediction.recommendation.answer import sentences
     from headrace.prediction.recommendation.page import write_page
     from headrace.prediction.recommendation.recommend import recommend as find
 
-    advice = find(
-        known,
-        machines,
-        global_batch_size=global_batch_size or batch,
-        examples=examples or goal,
-        by_money=price,
-        deadline_s=limit_s,
-        any_updates=any_updates,
-        assumptions=assumptions_of(assume or ()),
-        force=force,
-    )
+    asked: dict[str, Any] = {"by_money": price, "deadline_s": limit_s, "any_updates": any_updates}
+    asked |= {"assumptions": assumptions_of(assume or ()), "force": force}
+    reached: goals.GoalRecommendation | None = None
+    if goal is None:
+        advice = find(
+            known, machines, global_batch_size=global_batch_size or batch, examples=examples or count, **asked
+        )
+    else:
+        size = global_batch_size
+        reached = goals.recommend_for_goal(known, machines, goal, rate_rule=rate_rule, global_batch_size=size, **asked)
+        advice, batch = reached.best.advice, reached.to_goal.global_batch_size
+    told = [*(goals.sentences(reached) if reached else ()), *sentences(advice)]
     chosen = _own_settings(advice.winner.accumulate, pieces, settings or ())
     command = _command(advice, job, machines, cluster, chosen)
     shell_lines = _shell_lines(command)
-    needed = _needed(advice, job, batch)
-    told = list(sentences(advice))
-    lines = list(_lines(advice, told, shell_lines, needed))
+    needed = _needed(advice, job, batch, reached)
+    lines = list(_lines(advice, told, shell_lines, needed, reached))
     if out is not None:
         with writing("the page", out, "--out"):
             write_page(out, advice, [*told, *needed], shell_lines)
         lines.append(f"page: {out}")
-    answer.give(_plain(advice, " ".join(told), " ".join(map(_quoted, command)), needed), "\n".join(lines))
+    plain = _plain(advice, " ".join(told), " ".join(map(_quoted, command)), needed)
+    answer.give(plain | _goal_plain(reached), "\n".join(lines))
 
 
 def seconds_of(text: str) -> float:
@@ -140,7 +155,7 @@ def seconds_of(text: str) -> float:
     raise UsageError(f"--deadline takes a time above 0 such as 90min, 2h or 3d, got {text!r}")
 
 
-def _known(path: Path, settings: list[str] | None) -> tuple[ModelSpec | Path, int | None, int, int]:
+def _known(path: Path, settings: list[str] | None, goal: str | None) -> tuple[ModelSpec | Path, int | None, int, int]:
     """Returns the model, and of a job its global batch, its examples and its micro-batches a share."""
     if path.suffix != ".py":
         if settings:
@@ -153,7 +168,8 @@ def _known(path: Path, settings: list[str] | None) -> tuple[ModelSpec | Path, in
         from headrace.api.model_profile import profile
         from headrace.data.loading.loader import as_pipeline
 
-        measured = profile(job, engine=engine, say=lambda line: say(f"measuring {line}"))
+        to_goal = known_goal(job, goal)
+        measured = replace(profile(job, engine=engine, say=lambda line: say(f"measuring {line}")), to_goal=to_goal)
         length = len(as_pipeline(job.data)[0])
     count = job.epochs * length if job.epochs else (job.steps or 1) * job.global_batch_size
     return measured, job.global_batch_size, count, job.options.accumulate
@@ -167,13 +183,16 @@ def _own_settings(needed: int, given: int, settings: Sequence[str]) -> list[str]
     return [*others, f"{_ACCUMULATE}={needed}"]
 
 
-def _needed(advice: Recommendation, job: Path, batch: int | None) -> list[str]:
+def _needed(advice: Recommendation, job: Path, batch: int | None, reached: GoalRecommendation | None) -> list[str]:
     """Returns what the job must say for the command to train what was recommended; no option of it says so."""
     simulated = advice.winner.prediction.global_batch_size
     if simulated == batch:
         return []
     stated = "" if batch is None else f" in place of {batch}"
-    return [f"The command needs global_batch_size={simulated}{stated} in {job}."]
+    rate = ""
+    if reached is not None and reached.best.rate_factor != 1:
+        rate = f", and a learning rate {reached.best.rate_factor:.3g} times as large"
+    return [f"The command needs global_batch_size={simulated}{stated}{rate} in {job}."]
 
 
 def _command(advice: Recommendation, job: Path, machines: Cluster, file: Path, settings: Sequence[str]) -> list[str]:
@@ -217,7 +236,13 @@ def _shell_lines(words: Sequence[str]) -> list[str]:
     return lines
 
 
-def _lines(advice: Recommendation, told: Sequence[str], command: Sequence[str], needed: Sequence[str]) -> Iterator[str]:
+def _lines(
+    advice: Recommendation,
+    told: Sequence[str],
+    command: Sequence[str],
+    needed: Sequence[str],
+    reached: GoalRecommendation | None,
+) -> Iterator[str]:
     winner = advice.winner
     yield from wrapped(" ".join(told))
     yield ""
@@ -229,6 +254,9 @@ def _lines(advice: Recommendation, told: Sequence[str], command: Sequence[str], 
             f"Each share is cut into {winner.accumulate} micro-batches, so that activations fit.", "", ""
         )
     yield ""
+    if reached is not None:
+        yield from _batch_lines(reached)
+        yield ""
     yield "the best of the others, and why they lost"
     for offer in advice.best:
         if offer.text != winner.text:
@@ -245,6 +273,36 @@ def _lines(advice: Recommendation, told: Sequence[str], command: Sequence[str], 
             "  ",
             "      ",
         )
+
+
+def _batch_lines(reached: GoalRecommendation) -> Iterator[str]:
+    priced = any(each.advice.winner.money for each in reached.choices)
+    yield f"{'batch':>9}{'steps':>10}{'examples':>13}{'time':>14}{'money':>10}"[: 56 if priced else 46] + "  with"
+    for each in reached.choices:
+        winner, mark = each.advice.winner, " *" if each is reached.best else ""
+        money = f"{short(winner.money):>10}" if priced else ""
+        times = f"{each.batch * each.steps:>13,}{duration(winner.seconds):>14}{money}"
+        yield cut(f"{each.batch:>9,}{each.steps:>10,}{times}  {winner.text}{mark}", _WIDTH)
+    for batch, why in reached.unfit:
+        yield from wrapped(f"{batch:>9,}  does not fit: {why}", "", "           ")
+
+
+def _goal_plain(reached: GoalRecommendation | None) -> dict[str, Any]:
+    if reached is None:
+        return {}
+    return {"goal": to_plain(reached.to_goal), "batches": list(map(_choice_plain, reached.choices))}
+
+
+def _choice_plain(choice: BatchChoice) -> dict[str, Any]:
+    winner = choice.advice.winner
+    return {
+        "batch": choice.batch,
+        "steps": choice.steps,
+        "rate_factor": choice.rate_factor,
+        "strategy": winner.text,
+        "seconds": winner.seconds,
+        "money": winner.money,
+    }
 
 
 def _plain(advice: Recommendation, told: str, command: str, needed: Sequence[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import UnknownName, UsageError
-from headrace.spec.compute import BatchProfile, ComputeProfile, LayerSpec
+from headrace.spec.compute import BatchProfile, ComputeProfile, LayerSpec, StepsToGoal
 from headrace.spec.files.tables import check_keys, flag, number, read_json, read_toml, tables, text, whole
 from headrace.spec.model import ITEM_BYTES, ModelSpec, ParameterSpec
 from headrace.spec.plain import from_plain
@@ -16,8 +16,9 @@ from headrace.spec.plain import from_plain
 _STEP = ("batch_size", "examples_per_s", "forward_ms", "backward_ms", "activation_mb")
 _LAYER = ("name", "parameters", "parameter_mb", "forward_ms", "backward_ms", "crossing_mb", "activation_mb")
 _SIZES = ("parameters", "parameter_mb")
+_GOAL = ("goal", "global_batch_size", "steps", "critical_batch")
 _FIXED = ("optimizer_ms", "fixed_ms", "accumulate_ms", "spread", "varied_lengths", "device")
-_MODEL = ("name", "dtype", "copies", "flops_per_example", *_SIZES, *_STEP, *_FIXED, "measured", "layers")
+_MODEL = ("name", "dtype", "copies", "flops_per_example", *_SIZES, *_STEP, *_FIXED, "measured", "layers", "goal")
 # Far above what there is: 100 trillion parameters, or 1 EFLOP for an example.
 _MOST_PARAMETERS, _MOST_FLOPS = 1e14, 1e18
 # Four times the peak of the quickest device of 2026 in half precision.
@@ -76,7 +77,19 @@ def _written(document: Mapping[str, Any]) -> ModelSpec:
         name=text(document, "name", "", "model"),
         compute=compute,
         flops_per_example=flops,
+        to_goal=_to_goal(document),
     )
+
+
+def _to_goal(document: Mapping[str, Any]) -> StepsToGoal | None:
+    item = document.get("goal")
+    if item is None:
+        return None
+    if not isinstance(item, Mapping):
+        raise UsageError(f"goal must be a table, [goal], got {item!r:.60}")
+    check_keys(item, _GOAL, "goal")
+    steps, batch = (whole(item, key, "goal") for key in ("steps", "global_batch_size"))
+    return StepsToGoal(text(item, "goal", "goal"), batch, steps, number(item, "critical_batch", "goal"))
 
 
 def _elements(item: Mapping[str, Any], where: str, dtype: str) -> int:

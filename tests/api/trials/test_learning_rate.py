@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
-from headrace.api.probes.learning_rate import _judged
+from headrace.api.trials.learning_rate import _judged
 from headrace.errors import JobError, UsageError
 from headrace.report.format import short
 
