@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from headrace.report.trackers.tensorboard import TensorBoard
     from headrace.report.trackers.wandb import WandB
     from headrace.spec.cluster import Cluster
+    from headrace.spec.compute import StepsToGoal
     from headrace.spec.job import Job
     from headrace.spec.model import ModelSpec
     from headrace.spec.options import Checkpoints, EarlyStopping, Options
@@ -122,6 +123,7 @@ __all__ = [
     "Run",
     "Sandblaster",
     "ScriptProcesses",
+    "StepsToGoal",
     "Strategy",
     "TensorBoard",
     "TensorParallel",
@@ -192,6 +194,7 @@ _MODULES = {
     "report.trackers.tensorboard": ("TensorBoard",),
     "report.trackers.wandb": ("WandB",),
     "spec.cluster": ("Cluster",),
+    "spec.compute": ("StepsToGoal",),
     "spec.job": ("Job",),
     "spec.model": ("ModelSpec",),
     "spec.options": ("Checkpoints", "EarlyStopping", "Options"),

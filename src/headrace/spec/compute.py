@@ -200,13 +200,20 @@ class TokenUse:
 
 @dataclass(frozen=True)
 class StepsToGoal:
-    """How many steps a job has taken to a goal, see prediction/steps_to_goal.py.
+    """How many steps a job has taken to a goal, and from where on larger batches stop to pay.
 
     Attributes:
         goal: as text, "accuracy 0.9".
         global_batch_size: with which it was reached.
         critical_batch: in examples: the noise of the gradients in the mean over the steps.
         noise: the noise scale in examples, by equal parts of the run; `inf` where noise is all that was seen.
+
+    Raises:
+        UsageError: a number is too small.
+
+    Examples:
+        >>> hr.StepsToGoal("accuracy 0.9", 64, 6000, 1000.0).steps
+        6000
     """
 
     goal: str

@@ -53,6 +53,11 @@ def steps_to_goal(
     Raises:
         UsageError: the goal is none, is met before training, or is not reached; or options change the gradient's scale.
         DataError, JobError, RunFailed: as for `fit`.
+
+    Examples:
+        >>> found = hr.steps_to_goal(job, "loss 0.67", device="cpu")
+        >>> found.global_batch_size
+        16
     """
     wanted = MetricGoal.of(goal)
     one_optimizer(job.optimizer, "a goal")

@@ -183,7 +183,9 @@ def _own_settings(needed: int, given: int, settings: Sequence[str]) -> list[str]
     return [*others, f"{_ACCUMULATE}={needed}"]
 
 
-def _needed(advice: Recommendation, job: Path, batch: int | None, reached: GoalRecommendation | None) -> list[str]:
+def _needed(
+    advice: Recommendation, job: Path, batch: int | None, reached: GoalRecommendation | None = None
+) -> list[str]:
     """Returns what the job must say for the command to train what was recommended; no option of it says so."""
     simulated = advice.winner.prediction.global_batch_size
     if simulated == batch:

@@ -87,9 +87,11 @@ def recommend_for_goal(
         InfeasiblePlan: nothing fits at any batch size.
 
     Examples:
-        >>> found = recommend_for_goal("profile.json", "cluster.toml", "accuracy 0.9")
-        >>> found.best.batch
-        128
+        >>> from dataclasses import replace
+        >>> model = replace(hr.ModelSpec.load("model.toml"), to_goal=hr.StepsToGoal("accuracy 0.9", 256, 6000, 1000.0))
+        >>> found = hr.recommend_for_goal(model, "cluster.toml", "accuracy 0.9")
+        >>> found.best.steps < 6000
+        True
     """
     model = model if isinstance(model, ModelSpec) else ModelSpec.load(model)
     known = _known(model, goal)
