@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 120_987
+LINES = 121_006
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_965
 """Of the files that docs/architecture.md names as the core."""
 
 CLOSURES = {
-    "data": 880,
-    "data.loading.loader": 6_390,
-    "strategies.one_device": 9_870,
-    "strategies.mirrored": 11_050,
-    "strategies.central_storage": 13_120,
-    "worker.main": 20_120,
-    "engine.local.process": 21_710,
+    "data": 890,
+    "data.loading.loader": 6_400,
+    "strategies.one_device": 9_880,
+    "strategies.mirrored": 11_060,
+    "strategies.central_storage": 13_130,
+    "worker.main": 20_130,
+    "engine.local.process": 21_720,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_870,
-    "api.fit": 33_240,
+    "api.fit": 33_250,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 
