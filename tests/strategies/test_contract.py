@@ -265,8 +265,7 @@ def test_the_cases_are_as_difficult_as_they_say() -> None:
     loaders = [Loader(as_pipeline(uneven.data)[0], uneven.seed, BATCH, (1, 1), rank) for rank in (0, 1)]
     asked = [[bool(asking(s.batch[0]).any()) for s in islice(loader.rounds(), 9)] for loader in loaders]
     assert {(True, False), (False, True), (False, False)} <= set(zip(*asked, strict=True))
-    last = Loader(as_pipeline(tiny.data)[0], tiny.seed, BATCH, (1, 1), 1).rounds(2)
-    assert next(last).examples == 0
+    assert next(Loader(as_pipeline(tiny.data)[0], tiny.seed, BATCH, (1, 1), 1).rounds(2)).examples == 0
     text = VARIANTS["tokens"].job(COUNTS["tiny"])
     shares = islice(Loader(as_pipeline(text.data)[0], text.seed, BATCH, (1, 1, 1), 2).rounds(), 9)
     assert any(share.examples and (share.batch[1] < 0).all() for share in shares)
@@ -282,8 +281,7 @@ def test_a_plan_survives_json(name: str, workers: int) -> None:
     strategy = ROWS[name].make(workers)
     plan = strategy.plan(MODEL, CLUSTER)
     assert carried(plan) == plan
-    assert plan.strategy == name
-    assert plan.workers == workers
+    assert (plan.strategy, plan.workers) == (name, workers)
     assert plan.replicas == len(plan.shares) == ROWS[name].replicas(workers)
     assert list(plan.servers) == list(range(workers, workers + ROWS[name].servers))
     assert dict(plan.options) == dataclasses.asdict(strategy)

@@ -83,7 +83,7 @@ def require_enough(counts: Mapping[str, int], workers: int) -> None:
     if fewest < workers:
         raise UsageError(
             f"{name!r} is of {fewest} experts, of which each of {workers} workers of expert_parallel must hold one at "
-            f"least; use {fewest} workers or fewer, or hr.Hybrid(hr.Mirrored(...), hr.ExpertParallel(...))"
+            f"least; use {fewest} workers or fewer"
         )
 
 

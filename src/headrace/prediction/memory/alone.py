@@ -45,8 +45,7 @@ class OneOfGroup(ProcessGroup):
         if self.world > 1:
             self._slots = self._slots or self.share(2 * slot_bytes(self.world))
 
-    def broadcast(self, tensor: Tensor) -> None:
-        self.all_reduce(tensor)
+    broadcast = all_reduce
 
     def gather(self, tensor: Tensor) -> Tensor:
         self.all_reduce(tensor)
