@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from headrace.errors import UsageError
+from headrace.spec.notebook.shown import ShownAsTable
 from headrace.spec.options import Options, require_count
 from headrace.spec.parameter_sets import ParameterSet, TurnOrder, as_sets, check_sets, loss_name
 from headrace.spec.patterns import require_name
@@ -31,7 +32,7 @@ class JobSource(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(ShownAsTable):
     """One training, whatever it runs on.
 
     Attributes:
@@ -158,12 +159,6 @@ class Job:
         """Which set is trained in which round; None where one optimizer has all parameters."""
         sets = self.sets
         return TurnOrder({name: chosen.rounds for name, chosen in sets.items()}) if sets else None
-
-    def _repr_html_(self) -> str:
-        """Returns what a notebook shows."""
-        from headrace.spec.notebook.table import shown_as_table
-
-        return shown_as_table(self)
 
     def _check_callables(self) -> None:
         if not callable(self.model):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from headrace.devices import kind_of
+from headrace.spec.notebook.shown import ShownAsTable
 
 MOST_MEMBERS = 64
 """How many workers may come and go in a run."""
@@ -93,7 +94,7 @@ class ProcessCounts:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(ShownAsTable):
     """Who does what, and who owns what. `to_plain` and `from_plain` carry it as JSON.
 
     Attributes:
@@ -130,12 +131,6 @@ class Plan:
     moves_rows: bool = False
     trusted: bool = False
     slices: int = 1
-
-    def _repr_html_(self) -> str:
-        """Returns what a notebook shows."""
-        from headrace.spec.notebook.table import shown_as_table
-
-        return shown_as_table(self)
 
     @property
     def workers(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -11,6 +11,7 @@ from headrace.errors import UsageError
 from headrace.policies.behaviour import Behaviour
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
+from headrace.spec.notebook.shown import ShownAsTable
 from headrace.spec.plan import Plan, ProcessCounts
 from headrace.strategies.checks import process_counts
 from headrace.strategies.context import ModelProbe, WorkerContext
@@ -18,7 +19,7 @@ from headrace.strategies.refusals import Refusal
 from headrace.training.exchange import Replica
 
 
-class Strategy(ABC):
+class Strategy(ShownAsTable):
     """How a job is distributed: a frozen dataclass of options that decides; what runs comes from other rooms.
 
     Attributes:
@@ -62,12 +63,6 @@ class Strategy(ABC):
     reads_parts: ClassVar[bool] = False
     whole_model: ClassVar[bool] = True
     alone: ClassVar[Mapping[str, object] | None] = None
-
-    def _repr_html_(self) -> str:
-        """Returns what a notebook shows."""
-        from headrace.spec.notebook.table import shown_as_table
-
-        return shown_as_table(self)
 
     def __init_subclass__(cls) -> None:
         if "check" in vars(cls):
