@@ -28,7 +28,10 @@ FRONTS = {
     **{f"hr.{name}": importlib.import_module(f"headrace.{name}") for name in ("data", "metrics", "tasks")},
 }
 NAMES = {f"{front}.{name}": getattr(module, name) for front, module in FRONTS.items() for name in module.__all__}
-PACKAGES = {"hr.MLflow": "mlflow", "hr.WandB": "wandb", "hr.RayEngine": "ray", "hr.data.from_ray": "ray.data"}
+PACKAGES = {
+    "hr.MLflow": "mlflow", "hr.WandB": "wandb", "hr.RayEngine": "ray", "hr.data.from_ray": "ray.data",
+    "hr.from_lightning": "lightning", "hr.from_trainer": "accelerate",
+}  # fmt: skip
 """That examples need and that need not be installed."""
 MADE_BY_RUNS = ("hr.Moment", "hr.Worker")
 FASHION_MNIST = Path.home() / ".cache" / "headrace" / "fashion-mnist"

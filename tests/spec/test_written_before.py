@@ -52,7 +52,10 @@ def test_half_a_surrogate_pair_is_read() -> None:
 @pytest.mark.parametrize("kind", [Plan, ModelSpec, PredictedRun, MachineFigures, Signature, Cluster])
 def test_each_value_is_read_and_written_again(kind: type) -> None:
     plain = VALUES[kind.__name__]
-    assert json.dumps(to_plain(from_plain(kind, plain))) == json.dumps(plain)
+    again = to_plain(from_plain(kind, plain))
+    # What later versions have added says nothing here.
+    assert not any(value for name, value in again.items() if name not in plain)
+    assert json.dumps({name: value for name, value in again.items() if name in plain}) == json.dumps(plain)
 
 
 def test_the_plans_of_runs_are_read() -> None:

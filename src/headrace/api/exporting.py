@@ -244,8 +244,9 @@ def _load_checkpoint(module: nn.Module, checkpoint: Checkpoint) -> None:
                 checkpoint.path,
                 tuple(f"{name}: {_shape(found.get(name))} saved, {_shape(wanted.get(name))} now" for name in differ),
             )
-        stored.load_module(module)
+        # Rank 0's own buffers, and above them what is saved of all ranks: the means of running statistics.
         stored.load_buffers(module, 0, stored.ranks)
+        stored.load_module(module)
         if drawn := stored.description.get("drawn"):
             give_text(module, drawn)
         named = dict(module.named_parameters())

@@ -59,6 +59,20 @@ def from_lightning(
 
     Raises:
         UsageError: it does something that a job does not carry; the message names it, and what to do.
+
+    Examples:
+        >>> import lightning
+        >>> class Digits(lightning.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = torch.nn.Linear(4, 2)
+        ...     def training_step(self, batch):
+        ...         return torch.nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*job.data), batch_size=16)
+        >>> hr.fit(hr.from_lightning(Digits(), loader, epochs=1)).status
+        'ok'
     """
     base = next((each for each in type(module).__mro__ if each.__name__ == "LightningModule"), None)
     if base is None:

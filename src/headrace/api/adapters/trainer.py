@@ -44,6 +44,15 @@ def from_trainer(trainer: Any) -> Job:
     Raises:
         UsageError: it does something that a job does not carry; the message names it, and what to do.
         UnfitMachine: the transformers library is missing.
+
+    Examples:
+        >>> from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+        >>> sizes = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+        >>> texts = [{"input_ids": torch.arange(8), "labels": place % 2} for place in range(32)]
+        >>> settings = TrainingArguments("out", use_cpu=True, report_to=[], max_steps=4)
+        >>> trainer = Trainer(BertForSequenceClassification(sizes), settings, train_dataset=texts)
+        >>> hr.from_trainer(trainer).global_batch_size
+        8
     """
     library = import_package("transformers", "from_trainer needs transformers", remedy("transformers"))
     if not isinstance(trainer, library.Trainer):
