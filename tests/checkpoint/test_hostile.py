@@ -36,7 +36,6 @@ def refused(act: Callable[[], object], where: Path) -> CorruptCheckpoint:
     give_back()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     # The collector would look at all that earlier tests have left, again and again.
-    gc.collect()
     gc.freeze()
     try:
         before, began = peak_bytes(), time.process_time()

@@ -75,21 +75,23 @@ def test_nothing_outlives_it(tmp_path: Path, stopped: tuple[str, ...]) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
     )
     assert launcher.stdout is not None
-    with launcher.stdout:
-        assert launcher.stdout.readline() == "trains\n"
-        everything: list[int] = []
+    everything: list[int] = []
 
-        def all_are_there() -> bool:
-            # Readers begin anew in each epoch, so that some moments are without them.
-            everything[:] = below(launcher.pid)
-            return len(everything) >= 1 + 2 + 2 * 2
+    def all_are_there() -> bool:
+        # Readers begin anew in each epoch, so that some moments are without them.
+        everything[:] = below(launcher.pid)
+        return len(everything) >= 1 + 2 + 2 * 2
 
-        assert until(all_are_there, 10), "each worker has a reader and a sleeper"
-        fork_server, *rest = everything
-        workers = [pid for pid in rest if not ended(pid) and parent(pid) == fork_server]
-        assert len(workers) == 2
-        for name in stopped:
-            os.kill(fork_server if name == "fork server" else workers[0], signal.SIGSTOP)
+    try:
+        with launcher.stdout:
+            assert launcher.stdout.readline() == "trains\n"
+            assert until(all_are_there, 10), "each worker has a reader and a sleeper"
+            fork_server, *rest = everything
+            workers = [pid for pid in rest if not ended(pid) and parent(pid) == fork_server]
+            assert len(workers) == 2
+            for name in stopped:
+                os.kill(fork_server if name == "fork server" else workers[0], signal.SIGSTOP)
+    finally:
         launcher.kill()
         launcher.wait()
     gone = until(lambda: all(map(ended, everything)), GONE_WITHIN_S)
