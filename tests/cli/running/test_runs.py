@@ -46,16 +46,18 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def listed(capsys: Capture, *arguments: str) -> dict[str, dict[str, object]]:
+def listed(capsys: Capture, runs: Path, *arguments: str) -> dict[str, dict[str, object]]:
+    """The runs of this test, by name: other tests have runs of the same names at the same time."""
     assert run(["ps", *arguments, "--json"]) == 0
-    return {Path(each["run_dir"]).name: each for each in json.loads(capsys.readouterr().out)["runs"]}
+    found = json.loads(capsys.readouterr().out)["runs"]
+    return {Path(each["run_dir"]).name: each for each in found if Path(each["run_dir"]).parent == runs}
 
 
 def test_runs_of_a_directory_and_those_that_go_on(runs: Path, capsys: Capture) -> None:
     with living(runs / "a") as process:
         try:
-            assert listed(capsys)["a"]["process"] == process.pid
-            found = listed(capsys, str(runs))
+            assert listed(capsys, runs)["a"]["process"] == process.pid
+            found = listed(capsys, runs, str(runs))
             assert {name: each["status"] for name, each in found.items() if name in ("a", "done")} == {
                 "a": "running",
                 "done": "ok",
@@ -67,8 +69,8 @@ def test_runs_of_a_directory_and_those_that_go_on(runs: Path, capsys: Capture) -
             assert any(str(process.pid) in line and "running" in line and "mirrored" in line for line in lines)
         finally:
             process.kill()
-    assert listed(capsys, str(runs))["a"]["status"] == "unfinished"
-    assert "a" not in listed(capsys)
+    assert listed(capsys, runs, str(runs))["a"]["status"] == "unfinished"
+    assert "a" not in listed(capsys, runs)
 
 
 def test_a_run_is_stopped(runs: Path, capsys: Capture) -> None:

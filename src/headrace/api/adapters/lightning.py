@@ -46,16 +46,14 @@ def from_lightning(
     """Makes a job of a LightningModule: the numbers are those of Lightning's own Trainer on one device.
 
     The loss is that of `training_step`; `validation_step` gives the evaluation's, and what it logs gives the metrics.
-    What `training_step` logs is left out. A loader that shuffles is shuffled by the job's seed, so in another order
-    than Lightning's.
+    What `training_step` logs is left out. A loader that shuffles does so by the job's seed, not in Lightning's order.
 
     Args:
         module: with its weights, which the run starts from; it stays as it is.
         train_dataloader: a DataLoader, whose batch size is the global one; None for the module's own.
         val_dataloader: likewise; there is no evaluation where there is none.
         epochs, steps, seed: of the job, in the place of the Trainer's `max_epochs` and `max_steps`.
-        options: of the job, in the place of the Trainer's: `clip_norm` is `gradient_clip_val`. The schedule is the
-            module's.
+        options: of the job; `clip_norm` is the Trainer's `gradient_clip_val`. The schedule is the module's.
 
     Raises:
         UsageError: it does something that a job does not carry; the message names it, and what to do.
@@ -63,33 +61,22 @@ def from_lightning(
     Examples:
         >>> import lightning
         >>> class Digits(lightning.LightningModule):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.layers = torch.nn.Linear(4, 2)
         ...     def training_step(self, batch):
         ...         return torch.nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
         ...     def configure_optimizers(self):
         ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> module = Digits()
+        >>> module.layers = torch.nn.Linear(4, 2)
         >>> loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*job.data), batch_size=16)
-        >>> hr.fit(hr.from_lightning(Digits(), loader, epochs=1)).status
+        >>> hr.fit(hr.from_lightning(module, loader, epochs=1)).status
         'ok'
     """
-    base = next((each for each in type(module).__mro__ if each.__name__ == "LightningModule"), None)
-    if base is None:
-        raise UsageError(f"from_lightning takes a LightningModule, got {type(module).__name__}")
+    base = _base_of(module)
     _refuse(module, base)
-    training = _loader(module, base, "train_dataloader", train_dataloader)
+    training = _training_loader(module, base, train_dataloader)
     validation = _loader(module, base, "val_dataloader", val_dataloader)
-    if training is None:
-        raise UsageError("there is no data: give a train_dataloader, or define the module's own")
-    given = options or Options()
-    if given.schedule is not None:
-        raise UsageError("the schedule is that of configure_optimizers; leave it out of options, or out of the module")
     template = copy.deepcopy(module)
-    _, scheduler, every = configured(template)
-    if scheduler is not None:
-        schedule = functools.partial(_scheduler_of, template)
-        given = Options(**{**vars(given), "schedule": schedule, "schedule_every": every})
+    given = _with_schedule(options or Options(), template)
     model = LightningSteps(template)
     return Job(
         model=model,
@@ -106,6 +93,30 @@ def from_lightning(
         seed=seed,
         options=given,
     )
+
+
+def _training_loader(module: Any, base: type, given: Any) -> Any:
+    loader = _loader(module, base, "train_dataloader", given)
+    if loader is None:
+        raise UsageError("there is no data: give a train_dataloader, or define the module's own")
+    return loader
+
+
+def _base_of(module: Any) -> type:
+    base = next((each for each in type(module).__mro__ if each.__name__ == "LightningModule"), None)
+    if base is None:
+        raise UsageError(f"from_lightning takes a LightningModule, got {type(module).__name__}")
+    return base
+
+
+def _with_schedule(given: Options, template: Any) -> Options:
+    if given.schedule is not None:
+        raise UsageError("the schedule is that of configure_optimizers; leave it out of options, or out of the module")
+    _, scheduler, every = configured(template)
+    if scheduler is None:
+        return given
+    schedule = functools.partial(_scheduler_of, template)
+    return Options(**{**vars(given), "schedule": schedule, "schedule_every": every})
 
 
 class LightningSteps(nn.Module):
@@ -129,7 +140,7 @@ class LightningSteps(nn.Module):
             result = step(batch, *index)
         finally:
             del named["log"], named["log_dict"]
-        loss = result["loss"] if isinstance(result, Mapping) else result
+        loss = result.get("loss") if isinstance(result, Mapping) else result
         if loss is None and not self.training:
             loss = next((value for name, value in logged.items() if name.endswith("loss")), None)
         if not isinstance(loss, Tensor):

@@ -67,14 +67,6 @@ def from_trainer(trainer: Any) -> Job:
     model = copy.deepcopy(trainer.model).cpu()
     if args.gradient_accumulation_steps > 1:
         _require_items(trainer, model, next(iter(loader)))
-    # What a schedule is made of, without the trainer.
-    schedule = functools.partial(
-        library.get_scheduler,
-        args.lr_scheduler_type,
-        num_warmup_steps=args.get_warmup_steps(rounds),
-        num_training_steps=rounds,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-    )
     kind, settings = trainer.get_optimizer_cls_and_kwargs(args, model)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or "params" in settings:
         raise UsageError(f"optim={str(args.optim)!r} makes its own groups of parameters; {_OWN}")
@@ -94,9 +86,20 @@ def from_trainer(trainer: Any) -> Job:
         options=Options(
             clip_norm=args.max_grad_norm or None,
             accumulate=args.gradient_accumulation_steps,
-            schedule=schedule,
+            schedule=_schedule_of(library, args, rounds),
             precision="bf16" if args.bf16 else "fp32",
         ),
+    )
+
+
+def _schedule_of(library: Any, args: Any, rounds: int) -> functools.partial[Any]:
+    """Returns what a schedule is made of, without the trainer."""
+    return functools.partial(
+        library.get_scheduler,
+        args.lr_scheduler_type,
+        num_warmup_steps=args.get_warmup_steps(rounds),
+        num_training_steps=rounds,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
     )
 
 
