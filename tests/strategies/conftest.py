@@ -11,8 +11,8 @@ from torch import Tensor
 from headrace.training import gradients
 from headrace.training.gradients import DirectGradients
 
-# Imports torch's compiler. Where that is first imported while a model is traced for a pipeline, which wraps `len`, it takes
-# the wrapped one for Python's, and compiles no more in that process.
+# Imports torch's compiler. Where that is first imported while a model is traced for a pipeline, which wraps `len`, it
+# takes the wrapped one for Python's, and compiles no more in that process.
 torch.compiler.reset()
 
 
