@@ -51,7 +51,7 @@ class HollowMemory(internals.TorchDispatchMode):
         self._looks_at, self._looks = step, look
 
     def share(self, nbytes: int) -> Tensor:
-        """Returns memory that other processes see: it is mapped with all of its pages, whoever uses them."""
+        """Returns memory that other processes see: it is mapped with all of its pages, whether or not they are used."""
         region = torch.empty(nbytes, dtype=torch.uint8)
         self._note(region, True)
         self._shared.add(_key(region))
