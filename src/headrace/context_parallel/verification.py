@@ -8,8 +8,6 @@ return, is what looks at other tokens than its own.
 from __future__ import annotations
 
 import copy
-import math
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 
 from headrace import internals
 from headrace.batches import call
-from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.collectives.threads import ThreadCollective
 from headrace.context_parallel.division import counted, dim_of, dims_of, form_of, join
 from headrace.context_parallel.installed import Substitutes, substituted, torch_arange
 from headrace.context_parallel.placement import Zigzag
@@ -30,20 +28,10 @@ from headrace.errors import HeadraceError, PeerLost, UsageError, in_one_line
 from headrace.hooks import silenced
 from headrace.modules import set_train_modes
 from headrace.spec.compute import TokenUse
-from headrace.training.user_code.trial import (
-    WithoutDropout,
-    largest_difference,
-    largest_element,
-    unchanged,
-    without_compilers,
-)
+from headrace.training.user_code.divided import SMALL, WORLD, distance, run_in_threads, weighed
+from headrace.training.user_code.trial import WithoutDropout, largest_element, unchanged, without_compilers
 from headrace.trees import map_leaves, tensors_of
 
-_WORLD = 2
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Of the largest number; 0.1 for other types. Layers may compute in float32 inside a model in double precision."""
-_SMALL = 1e-3
-"""Gradients that are smaller than this part of the largest one are compared with that part of it."""
 _LENGTHS = (6, 10, 14, 18, 22, 26, 34, 38, 46)
 """How many tokens a worker may have in a trial: those that no parameter has as a length."""
 _INSTEAD = "use mirrored, or tensor_parallel, whose workers have whole sequences"
@@ -123,7 +111,7 @@ def _trials(module: nn.Module, given: Any, training: bool) -> list[tuple[Any, _R
     if tokens < 4:
         raise UsageError(f"sequences have {tokens} tokens, and context_parallel divides them; use mirrored")
     taken = {size for each in module.parameters() for size in each.shape} | {examples}
-    free = [_WORLD * each for each in _LENGTHS if each not in taken and _WORLD * each <= tokens]
+    free = [WORLD * each for each in _LENGTHS if each not in taken and WORLD * each <= tokens]
     lengths = (free[0], free[1] - 1) if len(free) > 1 else (tokens, tokens - 1)
     found = []
     for number, length in enumerate(lengths):
@@ -198,11 +186,10 @@ def _run_whole(module: nn.Module, given: Any, tokens: int, training: bool) -> _R
 
 
 def _run_divided(module: nn.Module, given: Any, use: TokenUse, whole: Sequence[Tensor], training: bool) -> list[_Run]:
-    group = ThreadGroup(_WORLD)
     runs: dict[int, _Run] = {}
 
-    def rank(number: int) -> None:
-        collective = ThreadCollective(group, number)
+    def rank(collective: ThreadCollective) -> Exception | None:
+        number = collective.rank
         divided = DividedForward(copies[number], SharedRing(collective), collective, use)
         dims: tuple[int, ...] = ()
 
@@ -214,16 +201,11 @@ def _run_divided(module: nn.Module, given: Any, use: TokenUse, whole: Sequence[T
         with divided.dividing():
             runs[number] = _run(copies[number], given, joined)
         runs[number].dims = dims
-        if runs[number].error is not None:
-            group.abort(number)
+        return runs[number].error
 
-    copies = [_own(module, training) for _ in range(_WORLD)]
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(_WORLD)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [runs[number] for number in range(_WORLD)]
+    copies = [_own(module, training) for _ in range(WORLD)]
+    run_in_threads(rank)
+    return [runs[number] for number in range(WORLD)]
 
 
 def _run(module: nn.Module, given: Any, joined: Callable[[Any], Any]) -> _Run:
@@ -240,7 +222,7 @@ def _run(module: nn.Module, given: Any, joined: Callable[[Any], Any]) -> _Run:
                 if not module.training:
                     return run
                 trained = [each for each in module.parameters() if each.requires_grad]
-                total = sum(_weighed(each) for each in run.outputs if each.requires_grad)
+                total = sum(weighed(each) for each in run.outputs if each.requires_grad)
                 with silenced(trained):
                     run.gradients = torch.autograd.grad(total, trained, allow_unused=True)  # type: ignore[arg-type]
         except Exception as error:  # whatever a user's forward raises
@@ -266,7 +248,7 @@ def _follow(run: _Run, name: str, part: nn.Module, stack: ExitStack) -> None:
 def _compare(module: nn.Module, whole: _Run, parts: Sequence[_Run], examples: int, tokens: int) -> None:
     """Raises a UsageError, which names what is to blame, where a divided run is not the whole one."""
     errors = [run for run in parts if run.error is not None and not isinstance(run.error, PeerLost)]
-    places = [Zigzag(tokens, rank, _WORLD) for rank in range(_WORLD)]
+    places = [Zigzag(tokens, rank, WORLD) for rank in range(WORLD)]
     culprit = _first_other(whole, parts, places, examples)
     if errors and isinstance(errors[0].error, HeadraceError):
         raise UsageError(f"{errors[0].where()}: {errors[0].error}") from errors[0].error
@@ -283,7 +265,7 @@ def _compare(module: nn.Module, whole: _Run, parts: Sequence[_Run], examples: in
             f"has some: {in_one_line(errors[0].error or ValueError())}; {_INSTEAD}"
         ) from errors[0].error
     for found, right in zip(parts[0].outputs, whole.outputs, strict=True):
-        if _distance(found, right) > 1.0:
+        if distance(found, right) > 1.0:
             raise UsageError(
                 f"the forward of {type(module).__name__} does not compute each token alone: its output changes where "
                 f"sequences are divided, which context_parallel does; {_INSTEAD}"
@@ -297,14 +279,14 @@ def _compare(module: nn.Module, whole: _Run, parts: Sequence[_Run], examples: in
         same = (
             total is gradient
             if total is None or gradient is None
-            else (_distance(total, gradient, largest * _SMALL) <= 1.0)
+            else (distance(total, gradient, largest * SMALL) <= 1.0)
         )
         if not same:
             raise UsageError(
                 f"the gradient of {name!r} changes where sequences are divided, which context_parallel does; {_INSTEAD}"
             )
     for name, buffer in whole.buffers.items():
-        if any(_distance(run.buffers[name], buffer) > 1.0 for run in parts):
+        if any(distance(run.buffers[name], buffer) > 1.0 for run in parts):
             raise UsageError(
                 f"forward writes to the buffer {name!r}, and writes other values where sequences are divided, which "
                 f"context_parallel does; {_INSTEAD}"
@@ -319,7 +301,7 @@ def _first_other(whole: _Run, parts: Sequence[_Run], places: Sequence[Zigzag], e
             return ""
         for tensors in zip(right.tensors, *(each.tensors for each in found), strict=False):
             joined = _joined(tensors[0], tensors[1:], places, examples)
-            if joined is not None and _distance(joined, tensors[0]) > 1.0:
+            if joined is not None and distance(joined, tensors[0]) > 1.0:
                 return _named(right.name, right.kind)
     return ""
 
@@ -346,15 +328,3 @@ def _joined(right: Tensor, parts: Sequence[Tensor], places: Sequence[Zigzag], ex
 
 def _named(name: str, kind: str) -> str:
     return f"{name!r} ({kind})" if name else f"the forward of {kind}"
-
-
-def _weighed(output: Tensor) -> Tensor:
-    count = torch.arange(output.numel(), dtype=torch.float32).view(output.shape)
-    return (output * torch.cos(count).to(output.dtype)).sum()
-
-
-def _distance(found: Tensor, right: Tensor, least: float = 0.0) -> float:
-    """Returns the largest difference in multiples of what is allowed."""
-    off = largest_difference(found, right)
-    allowed = max(largest_element(right), least) * _TOLERANCE.get(right.dtype, 0.1)
-    return off / allowed if allowed else math.inf if off else 0.0

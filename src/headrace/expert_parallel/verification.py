@@ -8,7 +8,6 @@ what leaves out the tokens that are too many (a capacity) does so.
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,27 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from headrace.batches import call
-from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.collectives.threads import ThreadCollective
 from headrace.errors import HeadraceError, PeerLost, UsageError, in_one_line
 from headrace.expert_parallel.balance import cuts_router_loss
 from headrace.expert_parallel.divided import DividedExperts
 from headrace.expert_parallel.finding import ExpertSet, bounds_of, find_experts
 from headrace.expert_parallel.rows import RowLink
 from headrace.modules import set_train_modes
-from headrace.training.user_code.trial import (
-    WithoutDropout,
-    largest_difference,
-    largest_element,
-    unchanged,
-    without_compilers,
-)
+from headrace.training.user_code.divided import SMALL, TOLERANCE, WORLD, distance, run_in_threads, weighed
+from headrace.training.user_code.trial import WithoutDropout, largest_element, unchanged, without_compilers
 from headrace.training.whole_model import cut
 from headrace.trees import tensors_of
 
-_WORLD = 2
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Of the largest number. Other types are so coarse that a token may get other experts: then numbers say nothing."""
-_SMALL = 1e-3
 _INSTEAD = "use mirrored, or fully_sharded"
 
 
@@ -61,7 +51,7 @@ def verify(module: nn.Module, patterns: str | Sequence[str], batch: Any, inputs:
         UsageError: they cannot; it names the module that computes something else, or what it does.
     """
     examples = next((len(each) for each in tensors_of(batch) if each.dim()), 0)
-    if examples < _WORLD:
+    if examples < WORLD:
         return
     with unchanged(module), without_compilers():
         for skewed in (False, True):
@@ -113,7 +103,7 @@ def _run(
                 for place, output in enumerate(run.outputs):
                     if output.requires_grad and output.dim():
                         rows = len(whole.outputs[place]) if whole else len(output)
-                        total = total + _weighed(output, rows - len(output) if rank else 0)
+                        total = total + weighed(output, rows - len(output) if rank else 0)
                 total.backward()
             run.gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
         except Exception as error:  # whatever a user's forward raises
@@ -125,35 +115,24 @@ def _note(run: _Run, name: str, module: nn.Module, args: Any, output: Any) -> No
     run.blocks.append((name, [each.detach().clone() for each in tensors_of(output)]))
 
 
-def _weighed(output: Tensor, first: int) -> Tensor:
-    row = output[:1].numel()
-    place = torch.arange(first * row, first * row + output.numel(), dtype=torch.float64).view(output.shape)
-    return (output * torch.cos(place).to(output.dtype)).sum()
-
-
 def _run_divided(
     module: nn.Module, patterns: str | Sequence[str], skewed: bool, given: tuple[Any, Any, int], whole: _Run
 ) -> list[_Run]:
-    group, runs = ThreadGroup(_WORLD), dict[int, _Run]()
+    runs = dict[int, _Run]()
     batch, inputs, examples = given
 
-    def rank(number: int) -> None:
-        collective = ThreadCollective(group, number)
+    def rank(collective: ThreadCollective) -> Exception | None:
+        number = collective.rank
         found = find_experts(copies[number], patterns)
         divided = DividedExperts(copies[number], found, RowLink(collective, collective), collective, copies=False)
-        start, stop = bounds_of(examples, _WORLD)[number]
+        start, stop = bounds_of(examples, WORLD)[number]
         runs[number] = _run(copies[number], cut(batch, start, stop, examples), inputs, found, whole, number)
         runs[number].balances = divided.balance.used
-        if runs[number].error is not None:
-            group.abort(number)
+        return runs[number].error
 
-    copies = [_copy(module, patterns, skewed) for _ in range(_WORLD)]
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(_WORLD)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [runs[number] for number in range(_WORLD)]
+    copies = [_copy(module, patterns, skewed) for _ in range(WORLD)]
+    run_in_threads(rank)
+    return [runs[number] for number in range(WORLD)]
 
 
 def _compare(module: nn.Module, whole: _Run, parts: Sequence[_Run], skewed: bool) -> None:
@@ -172,14 +151,14 @@ def _compare(module: nn.Module, whole: _Run, parts: Sequence[_Run], skewed: bool
             if not _same(tensor, [each[1][place] for each in found]):
                 raise UsageError(
                     f"{name!r} ({type(module.get_submodule(name)).__name__}) computes other values for the same tokens"
-                    f"{when} when each of {_WORLD} workers has a part of the batch, as under expert_parallel: what it "
+                    f"{when} when each of {WORLD} workers has a part of the batch, as under expert_parallel: what it "
                     "makes of a token must not depend on the others (a capacity of experts, a choice of tokens by "
                     f"experts); {_INSTEAD}"
                 )
     for place, tensor in enumerate(whole.outputs):
         if tensor.dim() and not _same(tensor, [each.outputs[place] for each in parts]):
             raise UsageError(
-                f"the output of {type(module).__name__} changes{when} when each of {_WORLD} workers has a part of the "
+                f"the output of {type(module).__name__} changes{when} when each of {WORLD} workers has a part of the "
                 f"batch, as under expert_parallel; {_INSTEAD}"
             )
     _compare_gradients(module, whole, parts)
@@ -192,13 +171,12 @@ def _compare_gradients(module: nn.Module, whole: _Run, parts: Sequence[_Run]) ->
         if any(each is not None and each.shape != gradient.shape for each in own):
             # A rank whose experts have no tokens may have none.
             rows = [
-                gradient.new_zeros(stop - start, *gradient.shape[1:])
-                for start, stop in bounds_of(len(gradient), _WORLD)
+                gradient.new_zeros(stop - start, *gradient.shape[1:]) for start, stop in bounds_of(len(gradient), WORLD)
             ]
             total = torch.cat([zero if each is None else each for each, zero in zip(own, rows, strict=True)])
         else:
             total = sum((each for each in own if each is not None), torch.zeros_like(gradient))
-        if not _close(gradient, total, largest * _SMALL):
+        if not _close(gradient, total, largest * SMALL):
             raise UsageError(
                 f"the gradient of {name!r} of {type(module).__name__} changes where experts are divided, as under "
                 f"expert_parallel; {_INSTEAD}"
@@ -213,7 +191,5 @@ def _same(right: Tensor, parts: Sequence[Tensor]) -> bool:
 
 
 def _close(right: Tensor, found: Tensor, least: float = 0.0) -> bool:
-    if right.is_floating_point() and right.dtype not in _TOLERANCE:
-        return True
-    allowed = max(largest_element(right), least) * _TOLERANCE.get(right.dtype, 0.0)
-    return largest_difference(found, right) <= allowed
+    # Other types are so coarse that a token may get other experts: then numbers say nothing.
+    return (right.is_floating_point() and right.dtype not in TOLERANCE) or distance(found, right, least) <= 1.0

@@ -6,7 +6,6 @@ before it is kept, and what changes the output or a gradient is left whole.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,15 +20,8 @@ from headrace.tensor_parallel.recording import Trial, tried
 from headrace.tensor_parallel.replica import ShardDim
 from headrace.tensor_parallel.rewriter import Rewriter
 from headrace.tensor_parallel.sequence.chains import Chain
-from headrace.training.user_code.trial import largest_difference, largest_element
+from headrace.training.user_code.divided import SMALL, distance, weighed
 from headrace.trees import tensors_of
-
-_TOLERANCE: Mapping[torch.dtype, float] = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Of the largest number; 0.1 for other types. Layers may compute in float32 inside a model in double precision."""
-
-_SMALL = 1e-3
-"""Gradients that are smaller than this part of the largest one are compared with that part of it."""
-
 
 ALL = "the model"
 """What a reason is for that is one for every layer."""
@@ -105,7 +97,7 @@ class Expected:
         """Says how what the split model computes differs, "" if it does not."""
         if [each.shape for each in self.outputs] != [each.shape for each in found.outputs]:
             return "its output gets another shape"
-        off = max(map(_distance, found.outputs, self.outputs), default=0.0)
+        off = max(map(distance, found.outputs, self.outputs), default=0.0)
         if off > 1.0:
             return f"its output changes, by {off:.1e} of what is allowed"
         if self.gradients is None or found.gradients is None:
@@ -118,7 +110,7 @@ class Expected:
                     return f"{name!r} gets a gradient, or gets none any more"
                 continue
             part = cuts[name].take(gradient, rank, world) if name in cuts else gradient
-            if part.shape != own.shape or _distance(own, part, largest * _SMALL) > 1.0:
+            if part.shape != own.shape or distance(own, part, largest * SMALL) > 1.0:
                 return f"the gradient of {name!r} changes"
         return ""
 
@@ -131,7 +123,7 @@ def compute(module: nn.Module, trial: Trial, gradients: bool = True) -> Expected
     if not gradients:
         return Expected(tuple(outputs), None)
     named = {name: each for name, each in module.named_parameters() if each.requires_grad}
-    total = sum(_weighed(each) for each in outputs if each.requires_grad)
+    total = sum(weighed(each) for each in outputs if each.requires_grad)
     # A hook may count its calls; the layers that have some stay whole.
     with silenced(list(named.values())):
         found = torch.autograd.grad(total, list(named.values()), allow_unused=True) if isinstance(total, Tensor) else ()
@@ -152,19 +144,6 @@ def expected(module: nn.Module, trial: Trial) -> Expected | str:
             continue
         return first if not first.difference(again, {}, 0, 1) else "it computes something else each time"
     return wrong
-
-
-def _weighed(output: Tensor) -> Tensor:
-    count = torch.arange(output.numel(), device=output.device, dtype=torch.float32).view(output.shape)
-    weighed = (output * torch.cos(count).to(output.dtype)).sum()
-    return weighed.real if weighed.is_complex() else weighed
-
-
-def _distance(found: Tensor, right: Tensor, least: float = 0.0) -> float:
-    """Returns the largest difference in multiples of what is allowed."""
-    off = largest_difference(found, right)
-    allowed = max(largest_element(right), least) * _TOLERANCE.get(right.dtype, 0.1)
-    return off / allowed if allowed else math.inf if off else 0.0
 
 
 def wrong_with(
