@@ -17,7 +17,7 @@ import headrace as hr
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import UsageError
 from strategies.contract_runs import distance, train
-from strategies.mixtures import Blended, Chained, OwnStacked, Reader, Routed, read
+from strategies.mixtures import ADAMW, Blended, Chained, OwnStacked, Reader, Routed, read
 
 
 def unequal(model: Reader) -> None:
@@ -37,6 +37,7 @@ def frozen(model: Reader) -> None:
         layer.experts[3].wide.requires_grad_(False)  # type: ignore[union-attr]
 
 
+MIRRORED = hr.Hybrid(hr.Mirrored(2), hr.ExpertParallel(2))
 JOBS: dict[str, Callable[[], hr.Job]] = {
     "list": read,
     "dense": partial(read, Blended),
@@ -64,6 +65,17 @@ def test_workers_that_are_threads_are_one_device(name: str, workers: int) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "workers"), [(name, 2) for name in sorted(JOBS)] + [("list", 1)])
+def test_mirrors_of_workers_that_divide_experts_are_one_device(name: str, workers: int) -> None:
+    """Batches have 4, 4 and 2 examples: of four workers two have none of the last."""
+    right = train(JOBS[name](), hr.OneDevice())
+    found = train(JOBS[name](), hr.Hybrid(hr.Mirrored(2), hr.ExpertParallel(workers)))
+    assert distance(found.tensors, right.tensors) <= 1e-9
+    assert found.losses == pytest.approx(right.losses, rel=1e-9)
+    assert found.metrics == pytest.approx(right.metrics, rel=1e-9)
+
+
+@pytest.mark.slow
 def test_micro_batches_of_a_weighed_loss_are_those_of_one_device() -> None:
     def mean(output: torch.Tensor, target: torch.Tensor) -> hr.Mean:
         weights = (target + 1).to(output.dtype)
@@ -77,14 +89,15 @@ def test_micro_batches_of_a_weighed_loss_are_those_of_one_device() -> None:
 
 
 @pytest.mark.slow
-def test_processes_are_one_device_and_go_on_with_other_numbers(tmp_path: Path) -> None:
-    job = read(partial(Routed, 5))
+@pytest.mark.parametrize("first", [hr.ExpertParallel(2), MIRRORED], ids=["plain", "mirrored"])
+def test_processes_are_one_device_and_go_on_with_other_numbers(first: hr.Strategy, tmp_path: Path) -> None:
+    job = read(partial(Routed, 5), optimizer=ADAMW, options=hr.Options(clip_norm=0.05))
     right = train(job, hr.OneDevice())
     saving = dataclasses.replace(job, epochs=1)
     with LocalEngine() as engine:
         given: dict[str, Any] = {"device": "cpu", "engine": engine}
-        hr.fit(saving, hr.ExpertParallel(2), run_dir=tmp_path, **given)
-        for place, strategy in enumerate((hr.ExpertParallel(3), hr.Mirrored(2), hr.ExpertParallel(2))):
+        hr.fit(saving, first, run_dir=tmp_path, **given)
+        for place, strategy in enumerate((hr.ExpertParallel(3), hr.Mirrored(2), MIRRORED)):
             run = hr.fit(job, strategy, run_dir=tmp_path / str(place), resume=tmp_path, **given)
             found = {name: each.detach() for name, each in run.model.named_parameters()}
             assert max(float((found[name] - right.tensors[name]).abs().max()) for name in found) <= 1e-9
@@ -145,6 +158,30 @@ def test_what_cannot_be_divided_is_refused_before_the_start(name: str) -> None:
     job, strategy, says = REFUSED[name]
     with pytest.raises(UsageError, match=says):
         train(job(), strategy)
+
+
+@pytest.mark.parametrize(
+    ("levels", "says"),
+    [
+        ((hr.FullySharded(2), hr.ExpertParallel(2)), r"hr\.FullySharded\(\.\.\.\) gathers every parameter"),
+        ((hr.Pipeline(2), hr.ExpertParallel(2)), "records what its stages call"),
+        ((hr.ExpertParallel(2), hr.TensorParallel(2)), "gives all its devices the same tokens"),
+        ((hr.Mirrored(2), hr.ExpertParallel(2), hr.ContextParallel(2)), "divides sequences over workers"),
+        ((hr.ParameterAveraging(2, period=2), hr.ExpertParallel(2)), "lets replicas step alone"),
+        ((hr.ExpertParallel(2), hr.Mirrored(2)), r"the levels of a hybrid are hr\.ExpertParallel, hr\.Mirrored; use"),
+        ((hr.Mirrored(2, codec="bf16"), hr.ExpertParallel(2)), "codec='bf16' is for gradients of whole models"),
+        ((hr.Mirrored(2, min_workers=1), hr.ExpertParallel(2)), "min_workers=1 lets workers come and go"),
+        ((hr.Mirrored(2, balance="speed"), hr.ExpertParallel(2)), "and expert_parallel divides it"),
+    ],
+)
+def test_what_experts_cannot_be_nested_with_is_refused(levels: tuple[hr.Strategy, ...], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        hr.Hybrid(*levels)
+
+
+def test_each_worker_of_a_replica_has_an_expert() -> None:
+    with pytest.raises(UsageError, match="is of 4 experts, of which each of 5 workers"):
+        train(read(), hr.Hybrid(hr.Mirrored(2), hr.ExpertParallel(5)))
 
 
 def test_options_that_are_none() -> None:

@@ -26,6 +26,7 @@ SHAPE = {
     "output_router_logits": True,
     "router_aux_loss_coef": 0.5,
 }
+CHOSEN = hr.ExpertParallel(3), hr.Hybrid(hr.Mirrored(2), hr.ExpertParallel(2))
 KINDS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4},
     "Qwen2Moe": {"num_experts": 5, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12},
@@ -44,7 +45,8 @@ def mixture(kind: str) -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_they_are_one_device(kind: str) -> None:
+@pytest.mark.parametrize("strategy", CHOSEN, ids=["plain", "mirrored"])
+def test_they_are_one_device(strategy: hr.Strategy, kind: str) -> None:
     text = torch.randint(0, 23, (10, 7), generator=torch.Generator().manual_seed(1))
     examples = [{"input_ids": each, "labels": each} for each in text]
     job = hr.Job(
@@ -55,7 +57,7 @@ def test_they_are_one_device(kind: str) -> None:
         global_batch_size=4,
         epochs=1,
     )
-    right, found = train(job, hr.OneDevice()), train(job, hr.ExpertParallel(3))
+    right, found = train(job, hr.OneDevice()), train(job, strategy)
     assert distance(found.tensors, right.tensors) <= 1e-9
     # The library computes the loss itself in float32.
     assert found.losses == pytest.approx(right.losses, rel=1e-6)

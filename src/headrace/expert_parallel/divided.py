@@ -26,7 +26,7 @@ class DividedExperts:
 
     Args:
         link: the ranks that divide the experts of a replica.
-        everyone: sums what all ranks hold.
+        every: all ranks of the run, over which the rest is summed, and the router's loss made.
         parts: whether batches are cut into micro-batches.
         copies: whether what this rank holds gets memory of its own, so that the rest is free.
 
@@ -46,17 +46,17 @@ class DividedExperts:
         module: nn.Module,
         found: Sequence[ExpertSet],
         link: RowLink,
-        everyone: Collective,
+        every: RowLink,
         parts: bool = False,
         copies: bool = True,
     ) -> None:
-        self.module, self._found, self._link, self._everyone = module, found, link, everyone
+        self.module, self._found, self._link, self._every = module, found, link, every
         self.device = next((each.device for each in module.parameters()), torch.device("cpu"))
         self.seen: set[str] = set()
         specs = {name: each for name, each in module.named_parameters()}
         self._shapes = {name: each.shape for name, each in specs.items()}
         self._experts = experts_of(found)
-        self.balance = Balance(module, link, parts)
+        self.balance = Balance(module, every, parts)
         for each in found:
             self._divide(each, copies)
         self._parameters = dict(module.named_parameters())
@@ -102,7 +102,7 @@ class DividedExperts:
     def silent(self) -> Iterator[None]:
         """Takes part in what the others compute, without tokens of its own."""
         held = [(self._parameters[name], _copy(self._parameters[name].grad)) for name in self.whole]
-        with self._link.silenced():
+        with self._link.silenced(), self._every.silenced():
             yield
         for parameter, gradient in held:
             parameter.grad = gradient
@@ -126,7 +126,7 @@ class DividedExperts:
             gradient = torch.zeros_like(piece) if gradient is None else gradient.view(piece.shape)
             found.append((name, gradient))
             summed += [gradient.view(-1)] if name in self.whole else []
-        sum_over(self._everyone, summed)
+        sum_over(self._every.carrier, summed)
         if mates:
             sum_over(mates, [gradient for name, gradient in found if name not in self.whole])
         for name, gradient in found:

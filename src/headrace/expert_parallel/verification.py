@@ -124,7 +124,8 @@ def _run_divided(
     def rank(collective: ThreadCollective) -> Exception | None:
         number = collective.rank
         found = find_experts(copies[number], patterns)
-        divided = DividedExperts(copies[number], found, RowLink(collective, collective), collective, copies=False)
+        link = RowLink(collective, collective)
+        divided = DividedExperts(copies[number], found, link, link, copies=False)
         start, stop = bounds_of(examples, WORLD)[number]
         runs[number] = _run(copies[number], cut(batch, start, stop, examples), inputs, found, whole, number)
         runs[number].balances = divided.balance.used

@@ -15,7 +15,7 @@ router has chosen, and none is left out (Gale et al., "MegaBlocks", 2022).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.collectives.base import Collective, ProcessGroup
@@ -109,35 +109,16 @@ class ExpertParallel(Strategy):
         return replace(model, experts=experts_of(found))
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
-        require_sliceable(self.name, model)
-        plan = data_parallel_plan(
-            self.name,
-            describe_options(self),
-            self.workers,
-            model,
-            cluster,
-            copies=(0, 0),
-            cut=lambda parameters, count: by_experts(parameters, model.experts, count),
-            spread=True,
-        )
-        require_experts(model, plan.workers)
-        divided = sum(each.bytes for each in model.trainable if each.name in model.experts)
-        held = model.copies * (plan.workers * (model.trainable_bytes - divided) + divided)
-        # Each builds the whole model before it keeps its part.
-        needed = max(held, plan.workers * model.parameter_bytes)
-        require_memory(self.name, needed, cluster, plan.roles, model)
-        return plan
+        return expert_plan(self.name, describe_options(self), self.workers, model, cluster)
 
     def behave(self, workers: int) -> Behaviour:
         return replace(super().behave(workers), not_rehearsed=refuse_parts(self.equals_one_device))
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        return self.among(plan, rank, context, context.group, context.device_group())
+        return self.among(context, context.group, context.device_group())
 
     def among(
         self,
-        plan: Plan,
-        rank: int,
         context: WorkerContext,
         within: ProcessGroup,
         carrier: Collective | None,
@@ -154,12 +135,13 @@ class ExpertParallel(Strategy):
         require_own_backward(context)
         context.require_own_generators()
         module, group = context.module, context.group
-        everyone = context.device_group() or group
-        broadcast(module, everyone)
+        every = RowLink(group, context.device_group() or group)
+        broadcast(module, every.carrier)
         found, whole = find_experts(module, self.experts), whole_parameters(context)
         link = RowLink(within, carrier or within)
-        divided = DividedExperts(module, found, link, everyone, context.options.accumulate > 1)
-        segments = [each for each in plan.segments if each.owner in (within.rank, EVERY_WORKER)]
+        divided = DividedExperts(module, found, link, every, context.options.accumulate > 1)
+        held = by_experts(context.model.parameters, experts_of(found), within.world)
+        segments = [each for each in held if each.owner in (within.rank, EVERY_WORKER)]
         updater = updater_of_parts(segments, divided.pieces, whole, context)
         used = UsedParameters(group, len(divided.pieces))
         objective, options = context.objective, context.options
@@ -174,6 +156,24 @@ class ExpertParallel(Strategy):
         return Replica(compute, ShardedExchange(divided, updater, context.clipper(), used, measured, mates))
 
 
-def require_experts(model: ModelSpec, workers: int) -> None:
-    """Refuses more workers than a layer has experts, with a UsageError."""
-    require_enough({name: each.count for name, each in model.experts.items()}, workers)
+def expert_plan(
+    name: str, options: Mapping[str, object], workers: int | None, model: ModelSpec, cluster: Cluster, replicas: int = 1
+) -> Plan:
+    """Plans workers that divide the experts among them, in one replica or in several that are alike."""
+    require_sliceable(name, model)
+    plan = data_parallel_plan(
+        name,
+        options,
+        workers,
+        model,
+        cluster,
+        copies=(0, 0),
+        cut=lambda parameters, count: by_experts(parameters, model.experts, count // replicas),
+        spread=True,
+    )
+    require_enough({name: each.count for name, each in model.experts.items()}, plan.workers // replicas)
+    divided = sum(each.bytes for each in model.trainable if each.name in model.experts)
+    held = model.copies * (plan.workers * (model.trainable_bytes - divided) + replicas * divided)
+    # Each builds the whole model before it keeps its part.
+    require_memory(name, max(held, plan.workers * model.parameter_bytes), cluster, plan.roles, model)
+    return plan

@@ -42,6 +42,8 @@ from headrace.strategies.checks import refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext, among, total_of
 from headrace.strategies.context_hybrid import ring_plan, ring_replica
 from headrace.strategies.context_parallel import ContextParallel
+from headrace.strategies.expert_hybrid import expert_replica
+from headrace.strategies.expert_parallel import ExpertParallel, expert_plan
 from headrace.strategies.fully_sharded import FullySharded, require_sliceable, sharded_plan, sums_of
 from headrace.strategies.hybrid_levels import by_kind, check_levels, refuse_tied
 from headrace.strategies.hybrid_ranks import (
@@ -78,8 +80,8 @@ class Hybrid(ServedStrategy):
             `ParameterServer` or `Downpour`, each of whose servers has shards of one stage or slice, or `FullySharded`,
             which divides the stages or slices among them; its `workers` are replicas.
         inner: what a replica is: `TensorParallel`, `Pipeline`, or a hybrid of these; or `FullySharded`, alone or around
-            them, under an outer `Mirrored` (torch's HSDP); or `ContextParallel`, under these two. `Hybrid(a, b, c)` is
-            `Hybrid(a, Hybrid(b, c))`.
+            them, under an outer `Mirrored` (torch's HSDP); or `ContextParallel`, under these two; or `ExpertParallel`,
+            under `Mirrored`. `Hybrid(a, b, c)` is `Hybrid(a, Hybrid(b, c))`.
 
     Raises:
         UsageError: these cannot be combined.
@@ -130,7 +132,7 @@ class Hybrid(ServedStrategy):
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
         refuse_derived_state(self.name, probe.module)
-        if isinstance(levels_of(self)[-1], ContextParallel):
+        if isinstance(levels_of(self)[-1], ContextParallel | ExpertParallel):
             for each in levels_of(self)[1:]:
                 model = each.inspect_model(model, probe)
             return model
@@ -165,6 +167,8 @@ class Hybrid(ServedStrategy):
             self.outer.require_network(self.name, cluster)
         if isinstance(levels_of(self)[-1], ContextParallel):
             return ring_plan(self.name, options, levels_of(self), counts, model, cluster)
+        if isinstance(self.inner, ExpertParallel):
+            return expert_plan(self.name, options, prod(counts), model, cluster, outer)
         if tensor and sharded:
             # Refuses what cannot be sliced.
             tensor.plan(model, alone(cluster, slices_of(replicas * stages, slices)))
@@ -253,6 +257,8 @@ class Hybrid(ServedStrategy):
         groups = RankGroups(self._counts(cluster_of(plan)), rank)
         if isinstance(levels_of(self)[-1], ContextParallel):
             return ring_replica(levels_of(self), plan, groups, context)
+        if isinstance(self.inner, ExpertParallel):
+            return expert_replica(self.inner, groups, context)
         mates = everyone.subgroup(groups.mates)
         inside = self._inside(plan, groups, context, mates) if pipeline or tensor else None
         connected = among(context, mates, groups.mates)
@@ -357,7 +363,9 @@ def _count_of(strategy: Strategy) -> int | None:
         return strategy.devices
     if isinstance(strategy, Pipeline):
         return strategy.stages
-    assert isinstance(strategy, Mirrored | ParameterAveraging | Served | FullySharded | ContextParallel)
+    assert isinstance(
+        strategy, Mirrored | ParameterAveraging | Served | FullySharded | ContextParallel | ExpertParallel
+    )
     return strategy.workers
 
 

@@ -9,6 +9,8 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
 from headrace.strategies.context_hybrid import check_rings
 from headrace.strategies.context_parallel import ContextParallel
+from headrace.strategies.expert_hybrid import check_experts
+from headrace.strategies.expert_parallel import ExpertParallel
 from headrace.strategies.fully_sharded import FullySharded
 from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.parameter_averaging import ParameterAveraging
@@ -36,15 +38,20 @@ def by_kind(
 
 def check_levels(levels: Sequence[Strategy]) -> None:
     """Refuses strategies that cannot be within each other in this order, with a UsageError that has the remedy."""
-    if any(isinstance(each, ContextParallel) for each in levels):
+    inner = levels[1]
+    if any(isinstance(each, ExpertParallel) for each in levels):
+        check_experts(levels)
+        levels = levels[:-1]
+    elif any(isinstance(each, ContextParallel) for each in levels):
         check_rings(levels)
         levels = levels[:-1]
     places = [next((at for at, kinds in enumerate(ORDER) if isinstance(each, kinds)), -1) for each in levels]
     if -1 in places[1:] or 0 in places[1:]:
         wrong = next(each for each, place in zip(levels[1:], places[1:], strict=True) if place < 1)
         raise UsageError(
-            "the inner strategy of a hybrid must be hr.TensorParallel(...), hr.Pipeline(...), hr.FullySharded(...) or "
-            f"hr.ContextParallel(...), which hold one model on several devices, got {wrong!r}"
+            "the inner strategy of a hybrid must be hr.TensorParallel(...), hr.Pipeline(...), hr.FullySharded(...), "
+            "hr.ContextParallel(...) or hr.ExpertParallel(...), which hold one model on several devices, got "
+            f"{wrong!r}"
         )
     if places[0] not in (0, 1, 2):
         raise UsageError(
@@ -70,7 +77,7 @@ def check_levels(levels: Sequence[Strategy]) -> None:
         raise UsageError(
             "sequence=True divides what goes from layer to layer, where hr.Pipeline(...) cuts; leave it out"
         )
-    _check_outer(outer, levels[-1] if len(levels) < 2 else levels[1], pipeline, tensor)
+    _check_outer(outer, inner, pipeline, tensor)
 
 
 def _check_outer(outer: Strategy, inner: Strategy, pipeline: Pipeline | None, tensor: TensorParallel | None) -> None:
