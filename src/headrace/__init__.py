@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headrace.api.probes.model_summary import ModelSummary, summary
     from headrace.api.rehearsal.rehearse import Rehearsal, rehearse
     from headrace.api.run import Run
+    from headrace.api.trials.goal_rehearsal import rehearse_goal
     from headrace.api.trials.goals import steps_to_goal
     from headrace.api.trials.learning_rate import LearningRates, find_learning_rate
     from headrace.api.verification.verification import Verification
@@ -151,6 +152,7 @@ __all__ = [
     "recommend",
     "recommend_for_goal",
     "rehearse",
+    "rehearse_goal",
     "setup",
     "simulate",
     "steps_to_goal",
@@ -166,6 +168,7 @@ _MODULES = {
     "api.comparison": ("Comparison", "compare"),
     "api.fit": ("fit", "launch"),
     "api.model_profile": ("profile",),
+    "api.trials.goal_rehearsal": ("rehearse_goal",),
     "api.trials.goals": ("steps_to_goal",),
     "api.trials.learning_rate": ("LearningRates", "find_learning_rate"),
     "api.probes.model_summary": ("ModelSummary", "summary"),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.api.rehearsal.setup import _threads
+from headrace.engine.threads import ThreadEngine
 from headrace.errors import DataError, InfeasiblePlan, JobError, NonFiniteLoss, UsageError
 from headrace.spec.cluster import Host
 from headrace.spec.compute import BatchProfile, ComputeProfile
@@ -290,3 +291,19 @@ def test_a_rehearsal_leaves_the_number_of_threads_as_it_was() -> None:
     with _threads(before + 1):
         assert torch.get_num_threads() == before + 1
     assert torch.get_num_threads() == before
+
+
+class Halving(hr.Callback):
+    def on_step(self, moment: hr.Moment) -> None:
+        moment.set_learning_rate_factor(0.5)
+
+
+def test_callbacks_of_the_job_act_in_lock_step_and_are_refused_with_servers(tmp_path: Path) -> None:
+    called = replace(job(1, model=functools.partial(nn.Linear, 8, 3)), callbacks=[Halving()])
+    model = replace(MODEL, parameters=(ParameterSpec("weight", (3, 8)), ParameterSpec("bias", (3,))))
+    hr.rehearse(called, hr.Mirrored(workers=2), CLUSTER, model=model, run_dir=tmp_path / "rehearsed")
+    alone = hr.fit(called, hr.OneDevice(), device="cpu", run_dir=tmp_path / "alone", engine=ThreadEngine())
+    for name, value in model_of(tmp_path / "rehearsed").items():
+        torch.testing.assert_close(value, alone.model.state_dict()[name], rtol=0, atol=1e-6)
+    with pytest.raises(UsageError, match=r"callbacks \(Halving\)"):
+        hr.rehearse(called, hr.Downpour(workers=2), CLUSTER, model=model)

@@ -122,6 +122,11 @@ class RehearsalSetup:
         self, run: RunSpec, terms: ServerTerms, source: OrderSource, round_s: float, moved: float, evaluation_s: float
     ) -> float:
         """Trains workers that speak to servers."""
+        if run.callbacks:
+            raise UsageError(
+                f"the job's callbacks ({', '.join(type(each).__name__ for each in run.callbacks)}) are called by rank 0 "
+                "of real workers, and a rehearsal of servers has none; leave callbacks= of the job out, or train it"
+            )
         alone = replace(run, strategy=OneDevice(), plan=OneDevice().plan(run.model, _one_host()))
         interval_s, rate = round_s * run.rounds_of(self._info.examples), self._assumptions.apply_bytes_per_s
 
@@ -187,6 +192,7 @@ class RehearsalSetup:
             weighed=info.weighed,
             run_dir=self._run_dir,
             started=0.0,
+            callbacks=tuple(info.job.callbacks),
         )
 
     def _model(self, model: ModelSpec | Path | str | None) -> tuple[ModelSpec, tuple[str, ...]]:

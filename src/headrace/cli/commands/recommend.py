@@ -19,16 +19,16 @@ from headrace.cli.commands.simulate import (
     prediction_plain,
 )
 from headrace.cli.engines import job_on_engine, refuse_launcher
+from headrace.cli.goals import batch_lines, goal_plain, rehearsed, rehearsed_lines
 from headrace.cli.jobfile import find_job
 from headrace.cli.options import SettingsOption
-from headrace.cli.output import Answer, cut, say, wrapped, writing
+from headrace.cli.output import Answer, say, wrapped, writing
 from headrace.errors import UsageError
 from headrace.machine import disk
-from headrace.report.format import duration, short
-from headrace.spec.plain import to_plain
 
 if TYPE_CHECKING:
-    from headrace.prediction.recommendation.goals import BatchChoice, GoalRecommendation
+    from headrace.api.trials.goal_rehearsal import RehearsedChoice
+    from headrace.prediction.recommendation.goals import GoalRecommendation
     from headrace.prediction.recommendation.offers import Offer
     from headrace.prediction.recommendation.recommend import Recommendation
     from headrace.spec.cluster import Cluster
@@ -87,6 +87,9 @@ def recommend(
     deadline: DeadlineOption = None,
     goal: GoalOption = None,
     rate_rule: RateRuleOption = "noise",
+    rehearse: Annotated[
+        bool, option("--rehearse", "With --goal and a job: train the best three here, in virtual time.")
+    ] = False,
     any_updates: AnyUpdatesOption = False,
     assume: AssumeOption = None,
     out: Annotated[Path | None, option("--out FILE.html", "Write a page with curves there, too.")] = None,
@@ -95,11 +98,13 @@ def recommend(
 ) -> None:
     """Simulate every strategy that fits, and name the best.
 
-    Nothing is trained, and no machine but this one is touched; a job is profiled here.
+    No machine but this one is touched; a job is profiled here. Nothing is trained without --rehearse.
     """
     limit_s = None if deadline is None else seconds_of(deadline)
     if goal is not None and examples is not None:
         raise UsageError("--examples and --goal: the goal says how many examples; leave --examples out")
+    if rehearse and (goal is None or model.suffix != ".py"):
+        raise UsageError("--rehearse trains a job (.py) to its --goal; give both")
     job = model if model.suffix == ".py" else Path("job.py")
     # Lazily: they import torch.
     from headrace.prediction.cloud import cluster_of
@@ -123,18 +128,19 @@ def recommend(
         size = global_batch_size
         reached = goals.recommend_for_goal(known, machines, goal, rate_rule=rate_rule, global_batch_size=size, **asked)
         advice, batch = reached.best.advice, reached.to_goal.global_batch_size
+    tried = rehearsed(model, settings, reached, machines, known, asked) if reached and rehearse else []
     told = [*(goals.sentences(reached) if reached else ()), *sentences(advice)]
     chosen = _own_settings(advice.winner.accumulate, pieces, settings or ())
     command = _command(advice, job, machines, cluster, chosen)
     shell_lines = _shell_lines(command)
     needed = _needed(advice, job, batch, reached)
-    lines = list(_lines(advice, told, shell_lines, needed, reached))
+    lines = list(_lines(advice, told, shell_lines, needed, reached, tried))
     if out is not None:
         with writing("the page", out, "--out"):
             write_page(out, advice, [*told, *needed], shell_lines)
         lines.append(f"page: {out}")
     plain = _plain(advice, " ".join(told), " ".join(map(_quoted, command)), needed)
-    answer.give(plain | _goal_plain(reached), "\n".join(lines))
+    answer.give(plain | goal_plain(reached, tried), "\n".join(lines))
 
 
 def seconds_of(text: str) -> float:
@@ -244,6 +250,7 @@ def _lines(
     command: Sequence[str],
     needed: Sequence[str],
     reached: GoalRecommendation | None,
+    tried: Sequence[RehearsedChoice],
 ) -> Iterator[str]:
     winner = advice.winner
     yield from wrapped(" ".join(told))
@@ -257,7 +264,8 @@ def _lines(
         )
     yield ""
     if reached is not None:
-        yield from _batch_lines(reached)
+        yield from batch_lines(reached)
+        yield from rehearsed_lines(tried)
         yield ""
     yield "the best of the others, and why they lost"
     for offer in advice.best:
@@ -275,36 +283,6 @@ def _lines(
             "  ",
             "      ",
         )
-
-
-def _batch_lines(reached: GoalRecommendation) -> Iterator[str]:
-    priced = any(each.advice.winner.money for each in reached.choices)
-    yield f"{'batch':>9}{'steps':>10}{'examples':>13}{'time':>14}{'money':>10}"[: 56 if priced else 46] + "  with"
-    for each in reached.choices:
-        winner, mark = each.advice.winner, " *" if each is reached.best else ""
-        money = f"{short(winner.money):>10}" if priced else ""
-        times = f"{each.batch * each.steps:>13,}{duration(winner.seconds):>14}{money}"
-        yield cut(f"{each.batch:>9,}{each.steps:>10,}{times}  {winner.text}{mark}", _WIDTH)
-    for batch, why in reached.unfit:
-        yield from wrapped(f"{batch:>9,}  does not fit: {why}", "", "           ")
-
-
-def _goal_plain(reached: GoalRecommendation | None) -> dict[str, Any]:
-    if reached is None:
-        return {}
-    return {"goal": to_plain(reached.to_goal), "batches": list(map(_choice_plain, reached.choices))}
-
-
-def _choice_plain(choice: BatchChoice) -> dict[str, Any]:
-    winner = choice.advice.winner
-    return {
-        "batch": choice.batch,
-        "steps": choice.steps,
-        "rate_factor": choice.rate_factor,
-        "strategy": winner.text,
-        "seconds": winner.seconds,
-        "money": winner.money,
-    }
 
 
 def _plain(advice: Recommendation, told: str, command: str, needed: Sequence[str]) -> dict[str, Any]:
