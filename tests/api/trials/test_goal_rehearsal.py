@@ -65,13 +65,16 @@ def test_steps_are_those_of_a_plain_run() -> None:
     for each in rehearsed:
         trained = -(-3 * each.choice.steps // 2)
         assert each.steps == plain_steps(each.choice.batch, each.choice.rate_factor, trained, every) is not None
-        assert each.seconds is not None and 0 < each.seconds < 1.5 * each.choice.advice.winner.seconds
+        assert each.seconds is not None
+        assert 0 < each.seconds < 1.5 * each.choice.advice.winner.seconds
 
 
 def test_a_goal_that_is_not_met_is_said() -> None:
     model, advice = found(8)
     for each in rehearse_goal(job(0.0001), advice, CLUSTER, model=model):
-        assert each.steps is None and each.seconds is None and not each.why_ended
+        assert each.steps is None
+        assert each.seconds is None
+        assert not each.why_ended
         assert all(value > 0.8 for _, value in each.curve)
 
 
@@ -79,4 +82,5 @@ def test_a_loss_that_is_not_finite_ends_one_choice() -> None:
     model, advice = found(20)
     one = replace(advice, choices=advice.choices[:1], best=advice.choices[0])
     (each,) = rehearse_goal(job(1e38), one, CLUSTER, model=model)
-    assert each.steps is None and "loss is nan" in each.why_ended
+    assert each.steps is None
+    assert "loss is nan" in each.why_ended

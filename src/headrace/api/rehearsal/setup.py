@@ -123,9 +123,10 @@ class RehearsalSetup:
     ) -> float:
         """Trains workers that speak to servers."""
         if run.callbacks:
+            names = ", ".join(type(each).__name__ for each in run.callbacks)
             raise UsageError(
-                f"the job's callbacks ({', '.join(type(each).__name__ for each in run.callbacks)}) are called by rank 0 "
-                "of real workers, and a rehearsal of servers has none; leave callbacks= of the job out, or train it"
+                f"the job's callbacks ({names}) are called by rank 0 of real workers, and a rehearsal of servers has "
+                "none; leave callbacks= of the job out, or train it"
             )
         alone = replace(run, strategy=OneDevice(), plan=OneDevice().plan(run.model, _one_host()))
         interval_s, rate = round_s * run.rounds_of(self._info.examples), self._assumptions.apply_bytes_per_s

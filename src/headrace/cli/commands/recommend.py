@@ -70,6 +70,9 @@ DeadlineOption = Annotated[str | None, option("--deadline 2h", "The cheapest tha
 RateRuleOption = Annotated[
     str, option("--rate-rule", "With --goal: how the learning rate follows the batch: noise, linear, sqrt, same.")
 ]
+RehearseOption = Annotated[
+    bool, option("--rehearse", "With --goal and a job: train the best three here, in virtual time.")
+]
 AnyUpdatesOption = Annotated[
     bool,
     option("--any-updates", "Also take a strategy whose updates are not one device's, and may need more examples."),
@@ -87,9 +90,7 @@ def recommend(
     deadline: DeadlineOption = None,
     goal: GoalOption = None,
     rate_rule: RateRuleOption = "noise",
-    rehearse: Annotated[
-        bool, option("--rehearse", "With --goal and a job: train the best three here, in virtual time.")
-    ] = False,
+    rehearse: RehearseOption = False,
     any_updates: AnyUpdatesOption = False,
     assume: AssumeOption = None,
     out: Annotated[Path | None, option("--out FILE.html", "Write a page with curves there, too.")] = None,
@@ -101,10 +102,7 @@ def recommend(
     No machine but this one is touched; a job is profiled here. Nothing is trained without --rehearse.
     """
     limit_s = None if deadline is None else seconds_of(deadline)
-    if goal is not None and examples is not None:
-        raise UsageError("--examples and --goal: the goal says how many examples; leave --examples out")
-    if rehearse and (goal is None or model.suffix != ".py"):
-        raise UsageError("--rehearse trains a job (.py) to its --goal; give both")
+    _check_goal(goal, examples, rehearse, model)
     job = model if model.suffix == ".py" else Path("job.py")
     # Lazily: they import torch.
     from headrace.prediction.cloud import cluster_of
@@ -141,6 +139,13 @@ def recommend(
         lines.append(f"page: {out}")
     plain = _plain(advice, " ".join(told), " ".join(map(_quoted, command)), needed)
     answer.give(plain | goal_plain(reached, tried), "\n".join(lines))
+
+
+def _check_goal(goal: str | None, examples: int | None, rehearse: bool, model: Path) -> None:
+    if goal is not None and examples is not None:
+        raise UsageError("--examples and --goal: the goal says how many examples; leave --examples out")
+    if rehearse and (goal is None or model.suffix != ".py"):
+        raise UsageError("--rehearse trains a job (.py) to its --goal; give both")
 
 
 def seconds_of(text: str) -> float:
