@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict, UserDict
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -10,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.trees import map_leaves, map_tensors
+from headrace.errors import UsageError
+from headrace.trees import as_json, cloned, from_json, map_leaves, map_tensors, nbytes
+from training.block_state import Blocks, Nameless
 
 
 class Pair(NamedTuple):
@@ -75,3 +78,25 @@ def test_leaves_are_told_where_they_are() -> None:
     told: dict[str, Any] = {}
     map_leaves(told.__setitem__, tree)
     assert sorted(told) == ["batch['image'][0]", "batch['image'][1]['size']", "batch['pair'][0]", "batch['pair'][1]"]
+
+
+def test_a_tensor_that_is_made_of_others_is_kept_as_these() -> None:
+    blocks = Blocks.of(torch.arange(12.0, dtype=torch.float64).view(3, 4))
+    assert nbytes({"state": [blocks]}) == 12 + 3 * 8
+    tensors: list[Tensor] = []
+    made = json.loads(json.dumps(as_json((blocks, torch.float16), tensors)))
+    again, dtype = from_json(made, tensors.__getitem__)
+    assert (type(again), again.dtype, again.shape, dtype) == (Blocks, torch.float64, (3, 4), torch.float16)
+    assert torch.equal(again.numbers(), blocks.numbers())
+    copied: Any = cloned(blocks)
+    copied.codes.zero_()
+    assert blocks.codes.any()
+
+
+def test_only_named_classes_are_made_of_what_a_file_says() -> None:
+    with pytest.raises(TypeError, match=r"a Nameless, which torch.serialization.add_safe_globals does not name"):
+        as_json(Nameless.of(torch.ones(8)), [])
+    made = as_json(Blocks.of(torch.ones(8)), [])
+    made["wrapper"][0] = "os.system"
+    with pytest.raises(UsageError, match=r"the state holds os.system, which this process does not know"):
+        from_json(made, lambda _: torch.ones(1))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.errors import UsageError
 
@@ -16,6 +16,33 @@ UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 """Types that torch stores and converts, and for which most of its operations are missing."""
 MOST_NUMBERS = 1_000
 """Of a tensor that becomes JSON."""
+
+
+@runtime_checkable
+class Wrapper(Protocol):
+    """A tensor that is made of others, as those of quantised state are."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]: ...
+
+
+def map_inner(function: Callable[[Tensor], Tensor], tensor: Any) -> Any:
+    """Returns a tensor with `function(inner)` in the place of every one that it is made of; of a plain one, itself."""
+    if not isinstance(tensor, Wrapper):
+        return function(tensor)
+    names, attributes = tensor.__tensor_flatten__()
+    inner = {name: map_inner(function, getattr(tensor, name)) for name in names}
+    kind: Any = type(tensor)
+    return kind.__tensor_unflatten__(inner, attributes, *_outer(tensor))
+
+
+def _outer(tensor: Any) -> tuple[torch.Size, tuple[int, ...]]:
+    return tensor.shape, tensor.stride()
+
+
+def cloned(tensor: Tensor) -> Tensor:
+    """Returns a copy, also of a tensor that is made of others."""
+    copied: Tensor = map_inner(torch.clone, tensor)
+    return copied
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -33,6 +60,8 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 def nbytes(tree: Any) -> int:
     """Returns how many bytes the tensors of a tree take."""
+    if isinstance(tree, Wrapper):
+        return sum(nbytes(getattr(tree, name)) for name in tree.__tensor_flatten__()[0])
     if isinstance(tree, Tensor):
         return tree.numel() * tree.element_size()
     if isinstance(tree, Mapping):
@@ -79,8 +108,19 @@ def widened(output: Any, half: torch.dtype | None) -> Any:
 def as_json(value: Any, tensors: list[Tensor]) -> Any:
     """Returns a tree as JSON: dicts and tuples as marked lists, tensors as their numbers in `tensors`.
 
-    Raises a TypeError with the type that is none of them.
+    A tensor that is made of others is these and its class, which `torch.serialization.add_safe_globals` must name: as
+    for torch's own files, nothing that a file names is imported. Raises a TypeError with the type that is none of them.
     """
+    if isinstance(value, Wrapper):
+        if _qualified(type(value)) not in _wrappers():
+            raise TypeError(f"a {type(value).__name__}, which torch.serialization.add_safe_globals does not name,")
+        names, attributes = value.__tensor_flatten__()
+        inner = {name: getattr(value, name) for name in names}
+        return {"wrapper": [_qualified(type(value)), as_json((inner, attributes, *_outer(value)), tensors)]}
+    if type(value) not in (Tensor, nn.Parameter) and isinstance(value, Tensor):
+        raise TypeError(f"a {type(value).__name__}")
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
@@ -105,7 +145,25 @@ def from_json(plain: Any, tensor: Callable[[int], Tensor]) -> Any:
         return tensor(int(content))
     if kind == "tuple":
         return tuple(from_json(each, tensor) for each in content)
+    if kind == "dtype":
+        return getattr(torch, content)
+    if kind == "wrapper":
+        name, made = content
+        if name not in (known := _wrappers()):
+            raise UsageError(
+                f"the state holds {name}, which this process does not know; import what it is of, and name it by "
+                "torch.serialization.add_safe_globals"
+            )
+        return known[name].__tensor_unflatten__(*from_json(made, tensor))
     return {from_json(key, tensor): from_json(each, tensor) for key, each in content}
+
+
+def _wrappers() -> dict[str, Any]:
+    return {_qualified(each): each for each in torch.serialization.get_safe_globals() if isinstance(each, type)}
+
+
+def _qualified(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def plain(value: Any, what: str) -> Any:

@@ -8,7 +8,7 @@ import headrace as hr
 from headrace.testing.strategies import StrategyContract as Row
 from strategies.contract_models import LAYERS, SEQUENCES
 
-MATRICES = frozenset({"muon", "muon-one-matrix", "muon-schedule", "adafactor"})
+MATRICES = frozenset({"muon", "muon-one-matrix", "muon-schedule", "adafactor", "blocks"})
 """Variants whose optimizers look at whole matrices."""
 
 STATISTICS = frozenset({"statistics"})

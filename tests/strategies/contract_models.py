@@ -31,6 +31,7 @@ from headrace.testing.jobs import (
     linear,
     vectors,
 )
+from training.block_state import Blockwise
 
 __all__ = [
     "ADAM",
@@ -299,6 +300,7 @@ VARIANTS: Mapping[str, Case] = {
     "muon": Case(matrices, optimizer=partial(torch.optim.Muon, lr=0.02)),
     "muon-one-matrix": Case(partial(nn.Linear, 4, 3, bias=False), optimizer=partial(torch.optim.Muon, lr=0.02)),
     "adafactor": Case(dense, optimizer=partial(torch.optim.Adafactor, lr=0.05)),
+    "blocks": Case(dense, optimizer=partial(Blockwise, lr=0.1)),
     "amsgrad-partial": Case(Partial, optimizer=partial(torch.optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.01)),
     "unfrozen-clipped": Case(hr.frozen(dense, "0.*", until_epoch=1), options=hr.Options(clip_norm=0.3)),
     "unfrozen-cnn": Case(

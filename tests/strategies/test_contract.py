@@ -216,7 +216,7 @@ def test_clipping_weights_and_optimizers_are_those_of_one_device(
 ) -> None:
     case = VARIANTS[variant]
     if variant in ROWS[name].refuses:
-        with pytest.raises(UsageError, match="looks at whole matrices"):
+        with pytest.raises(UsageError, match="needs whole parameters"):
             train(case.job(COUNTS[size]), ROWS[name].make(workers))
         return
     outcome = train(case.job(COUNTS[size]), ROWS[name].make(workers))

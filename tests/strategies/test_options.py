@@ -42,7 +42,7 @@ def test_one_device_is_a_loop_of_plain_pytorch_bit_for_bit(option: str, size: st
 def test_any_number_of_workers_is_one_device(name: str, workers: int, size: str, option: str) -> None:
     case, strategy = OPTIONS[option], ROWS[name].make(workers)
     if option in ROWS[name].refuses:
-        with pytest.raises(UsageError, match="looks at whole matrices"):
+        with pytest.raises(UsageError, match="needs whole parameters"):
             train(case.job(COUNTS[size]), strategy)
         return
     outcome = train(case.job(COUNTS[size]), strategy)

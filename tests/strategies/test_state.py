@@ -20,6 +20,7 @@ from strategies.contract_models import ADAM, MODELS, SGD, Case, Partial, by_name
 from strategies.contract_options import OPTIONS, SCHEDULES
 from strategies.contract_runs import Saved, by_hand, distance, drive, held, step, with_replicas
 from strategies.test_contract import DOUBLE, ROWS
+from training.block_state import Blockwise
 
 COUNT, MIDDLE, END = 9, 4, 9
 
@@ -38,6 +39,7 @@ CASES = {
     "rprop": Case(dense, optimizer=partial(torch.optim.Rprop, lr=0.01)),
     "adafactor": Case(dense, optimizer=partial(torch.optim.Adafactor, lr=0.05)),
     "muon": Case(matrices, optimizer=partial(torch.optim.Muon, lr=0.02)),
+    "blocks": Case(dense, optimizer=partial(Blockwise, lr=0.1)),
     "average-partial": Case(Partial, options=hr.Options(ema_decay=0.8)),
     "adam-one-cycle": Case(dense, optimizer=ADAM, options=hr.Options(schedule=SCHEDULES["one-cycle"])),
     "groups-warm-up": Case(dense, optimizer=by_name, options=hr.Options(schedule=SCHEDULES["step"], warmup=6)),
@@ -84,7 +86,7 @@ def whole(pieces: list[StatePiece]) -> dict[tuple[str, str], torch.Tensor]:
 @pytest.mark.parametrize(("saver", "loader"), WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
 def test_to_save_and_to_go_on_is_no_interruption(case: str, saver: tuple[str, int], loader: tuple[str, int]) -> None:
     if case in ROWS[saver[0]].refuses:
-        with pytest.raises(UsageError, match="looks at whole matrices"):
+        with pytest.raises(UsageError, match="needs whole parameters"):
             run(CASES[case], *saver, 0, MIDDLE)
         return
     begun = run(CASES[case], *saver, 0, MIDDLE)

@@ -332,8 +332,8 @@ def require_sliceable(name: str, model: ModelSpec) -> None:
     refuse_coupled(name, model)
     if not model.sliceable:
         raise UsageError(
-            f"the job's optimizer looks at whole matrices, of which each worker has a part under {name}; use one that "
-            "treats every element alone (SGD, Adam), or mirrored"
+            "the job's optimizer needs whole parameters (it looks at matrices, or at blocks of elements), of which "
+            f"each worker has a part under {name}; use one that treats every element alone (SGD, Adam), or mirrored"
         )
 
 

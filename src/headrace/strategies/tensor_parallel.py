@@ -113,8 +113,9 @@ class TensorParallel(Strategy):
         refuse_coupled(self.name, model)
         if not model.sliceable:
             raise UsageError(
-                f"the job's optimizer looks at whole matrices, of which each device has a part under {self.name}; use "
-                "one that treats every element alone (SGD, Adam), or mirrored"
+                "the job's optimizer needs whole parameters (it looks at matrices, or at blocks of elements), of which "
+                f"each device has a part under {self.name}; use one that treats every element alone (SGD, Adam), or "
+                "mirrored"
             )
         if model.optimizer.placed:
             raise UsageError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from headrace import internals
 from headrace.devices import HOST
 from headrace.errors import UsageError
 from headrace.spec.plan import Segment
-from headrace.trees import as_json, from_json, map_tensors, nbytes
+from headrace.trees import Wrapper, as_json, cloned, from_json, map_inner, map_tensors, nbytes
 
 Factory = Callable[..., Any]
 IMPLEMENTATION = ("fused", "foreach", "capturable")
@@ -135,8 +136,10 @@ def _replace(
 
 
 def _cut(value: Any, elements: int, segment: Segment, part: Tensor) -> Any:
-    if not isinstance(value, Tensor) or value.numel() != elements or (value.dim() == 0 and part.dim()):
-        return value.clone() if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, Wrapper) or value.numel() != elements or (value.dim() == 0 and part.dim()):
+        return cloned(value)
     piece = value.detach().flatten()[segment.start : segment.stop].clone()
     return piece if value.dim() == 1 else piece.view(part.shape)
 
@@ -304,7 +307,7 @@ def _pieces_of(segment: Segment, key: str, value: Any, tensor: Tensor, copies: b
         yield StatePiece(segment.parameter, key, -1, torch.tensor(value, dtype=NUMBERS[kind]), kind)
         return
     keys: Iterable[str] = [key]
-    if not isinstance(value, Tensor):
+    if type(value) not in (Tensor, nn.Parameter):
         form = json.dumps(as_json(value, tensors := []))
         yield StatePiece(segment.parameter, key, -1, torch.tensor(list(form.encode()), dtype=torch.uint8), _TREE)
         keys = (f"{key}~{index}" for index in range(len(tensors)))
@@ -326,10 +329,7 @@ def _taken(tensor: Tensor, copies: bool, flat: bool = True) -> tuple[Tensor, boo
 def first_state(optimizer: torch.optim.Optimizer) -> list[tuple[str, StateStore]]:
     """Returns a copy of the state that an optimizer makes in its constructor; most make none there."""
     return [
-        (
-            prefix,
-            {tensor: map_tensors(torch.clone, state) for tensor, state in store.items() if isinstance(tensor, Tensor)},
-        )
+        (prefix, {key: map_tensors(cloned, state) for key, state in store.items() if isinstance(key, Tensor)})
         for prefix, store in state_stores(optimizer)
     ]
 
@@ -354,11 +354,17 @@ def load_state(
         for prefix, store in stores.items():
             state, beginning = states[prefix], begun.get(prefix, {}).get(tensor)
             for key, form in [each for each in state.items() if isinstance(each[1], _Tree)]:
-                state[key] = from_json(form.content, lambda index, key=key, state=state: state.pop(f"{key}~{index}"))  # type: ignore[misc]
+                made = from_json(form.content, lambda index, key=key, state=state: state.pop(f"{key}~{index}"))  # type: ignore[misc]
+                state[key] = map_tensors(partial(_beside, tensor), made)
             if state or beginning is not None:
-                store[tensor] = state or map_tensors(torch.clone, beginning)
+                store[tensor] = state or map_tensors(cloned, beginning)
             else:
                 store.pop(tensor, None)
+
+
+def _beside(tensor: Tensor, made: Tensor) -> Tensor:
+    """Moves what a tensor is made of to the device of the parameter that it is the state of."""
+    return map_inner(lambda inner: inner.to(tensor.device), made) if isinstance(made, Wrapper) else made
 
 
 @dataclass(frozen=True)
@@ -390,10 +396,3 @@ def by_parameter(pieces: Iterable[StatePiece]) -> dict[str, list[StatePiece]]:
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Returns the bytes that the optimizer's state takes."""
     return sum(nbytes(list(store.values())) for _, store in state_stores(optimizer))
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in a value, in whatever collections."""
-    found: list[Tensor] = []
-    map_tensors(found.append, value)
-    yield from found

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from headrace.errors import UsageError
 from headrace.spec.model import ParameterSpec
 from headrace.training.optimizer import Factory, StatePiece, build
+from headrace.trees import cloned
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ class MeanState:
                 if not view.any():
                     continue
                 state = self._optimizer.state[parameter] = {
-                    key: value.clone() if isinstance(value, Tensor) else value
+                    key: cloned(value) if isinstance(value, Tensor) else value
                     for key, value in self._begins[like.name].items()
                 }
             state[like.key].copy_(view)

@@ -19,6 +19,7 @@ from headrace.api.probes.optimizers.probe import OptimizerFindings, probe_optimi
 from headrace.api.probes.optimizers.schedules import check_schedule
 from headrace.errors import UsageError
 from headrace.spec.options import Options
+from training.block_state import Blockwise, BlockwiseNameless, RoundsAtRandom
 from training.odd_optimizers import (
     Anchored,
     Averaging,
@@ -121,6 +122,37 @@ def test_a_matrix_longer_than_128_is_tried_as_one() -> None:
     assert found(Factoring).sliceable
     large = [("large", nn.Parameter(torch.zeros(260, 200)))]
     assert not probe_optimizer(Factoring, large).sliceable
+
+
+@pytest.mark.parametrize(
+    ("least", "shape"),
+    [
+        pytest.param(8, (8, 6), id="small"),
+        pytest.param(4096, (200, 512), id="larger than what is tried, in whole blocks"),
+        pytest.param(4096, (20_000,), id="a vector"),
+        pytest.param(10**9, (40_000, 30_000), id="no trial can hold it"),
+    ],
+)
+def test_state_in_blocks_is_not_cut_and_its_checkpoints_are_exact(least: int, shape: tuple[int, ...]) -> None:
+    large = [("large", probe.stand_in(shape, torch.float32, torch.device("cpu")))]
+    findings = probe_optimizer(partial(Blockwise, least=least), large)
+    assert not findings.sliceable
+    assert findings.needs == OptimizerFindings().needs
+    assert probe_optimizer(partial(Blockwise, least=10**10), large).sliceable
+
+
+def test_blocks_that_no_checkpoint_can_hold() -> None:
+    for shape in ((8, 6), (40_000, 30_000)):
+        large = [("large", probe.stand_in(shape, torch.float32, torch.device("cpu")))]
+        unsaved = probe_optimizer(partial(BlockwiseNameless, least=48), large).needs.unsaved
+        assert unsaved.startswith("BlockwiseNameless keeps a Nameless, which torch.serialization.add_safe_globals does")
+
+
+@pytest.mark.parametrize(("dtype", "random"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_rounding_by_chance_in_the_parameters_own_type(dtype: torch.dtype, random: bool) -> None:
+    findings = probe_optimizer(RoundsAtRandom, list(nn.Linear(3, 2).to(dtype).named_parameters()))
+    assert findings.needs.random is random
+    assert bool(findings.needs.coupled) is random
 
 
 def test_groups_by_size_are_tried_as_they_are() -> None:

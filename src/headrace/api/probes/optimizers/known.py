@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from headrace.training.optimizer import has_step_hooks, tensors_in
+from headrace.training.optimizer import has_step_hooks
+from headrace.trees import tensors_of
 
 _ELEMENTWISE = (
     optim.SGD,
@@ -46,7 +47,7 @@ def known_kept(factory: Callable[..., Any], tensors: Iterable[Tensor]) -> int | 
     if has_step_hooks(optimizer):
         return None
     optimizer.step()
-    return sum(each.numel() == 2 for each in tensors_in(optimizer.state[parameter]))
+    return sum(each.numel() == 2 for each in tensors_of(optimizer.state[parameter]))
 
 
 def _is_number(value: object) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from headrace.training.optimizer import state_stores, tensors_in
+from headrace.training.optimizer import state_stores
+from headrace.trees import tensors_of
 
 _Build = Callable[[Mapping[str, Tensor]], torch.optim.Optimizer]
 
@@ -38,7 +39,7 @@ def _states(optimizer: torch.optim.Optimizer, tried: Mapping[str, Tensor]) -> di
         for prefix, store in state_stores(optimizer)
         for tensor, state in store.items()
         if names.get(id(tensor)) in tried
-        for number, each in enumerate(tensors_in(state))
+        for number, each in enumerate(tensors_of(state))
     }
 
 

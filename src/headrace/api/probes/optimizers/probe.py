@@ -14,15 +14,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headrace.api.probes.optimizers.forms import WRAPPED, forms_of, without_values
 from headrace.api.probes.optimizers.known import known_kept
 from headrace.api.probes.optimizers.placed import goes_by_place
-from headrace.api.probes.optimizers.values import across, clipped, like, wide
+from headrace.api.probes.optimizers.values import across, clipped, like, tried, wide
 from headrace.errors import UsageError
 from headrace.spec.model import OptimizerNeeds
 from headrace.spec.options import Options
@@ -35,19 +36,18 @@ from headrace.training.optimizer import (
     first_state,
     stand_in,
     state_stores,
-    tensors_in,
 )
 from headrace.training.update import HasModes, Updater, group_settings
 from headrace.training.user_code.attributes import attributes
-from headrace.training.user_code.trial import drawn
-from headrace.trees import MOST_NUMBERS, holds_tensor
+from headrace.training.user_code.trial import drawn, without_compilers
+from headrace.trees import MOST_NUMBERS, holds_tensor, tensors_of
 
 _SCALES = (1.0, 1.0, 100.0, 0.01, 1.0, 1.0, 1.0)
 """How large the gradients of each step are, so that a limit on them is met; more steps than wrappers wait for."""
 _ACROSS = (1, 4)
 """Steps whose gradients are at right angles to each row, for optimizers that look for such ones (AdamP)."""
 _SAVED_AFTER = 4
-_MOST_GROUPS, _SMALL_LR = 6, 0.01
+_SMALL_LR = 0.01
 
 _Values = dict[str, Tensor]
 
@@ -84,6 +84,12 @@ def probe_optimizer(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> Op
     named = list(named)
     if (kept := known_kept(factory, (tensor for _, tensor in named))) is not None:
         return OptimizerFindings(kept=kept)
+    # Some compile their step, again for each shape.
+    with without_compilers():
+        return _tried_out(factory, named)
+
+
+def _tried_out(factory: Factory, named: Sequence[tuple[str, Tensor]]) -> OptimizerFindings:
     template = build(factory, [(name, _no_memory(tensor)) for name, tensor in named])
     if isinstance(template, torch.optim.LBFGS):
         raise UsageError(
@@ -140,7 +146,7 @@ class _Trial:
         shapes = dict(named)
         self._too_large = any(tensor.numel() > MOST_NUMBERS for tensor in shapes.values())
         self._start: _Values = {}
-        for name in shapes if every else _tried(template, shapes):
+        for name in shapes if every else tried(template, shapes):
             tensor = shapes[name]
             shape = tensor.shape if exact else clipped(tensor.shape)
             value = torch.randn(shape, generator=generator, dtype=wide(tensor.dtype))
@@ -179,10 +185,14 @@ class _Trial:
                 self._after.append(_values([whole]))
         except Exception as error:
             raise _Untried from error
-        random = drawn() != before
+        random = drawn() != before or self._draws()
         whole.swap_weights(averaged=True)
         kept = max((_kept(whole, tensor) for tensor in whole.parameters), default=0)
-        sliceable = not self._problem(whole, lambda: self._divided(_inside))
+        shown = forms_of(whole.optimizer)
+        forms, unsaved_too = without_values(self._factory, self._named) or (shown, "")
+        unsaved = unsaved or unsaved_too
+        # Blocks of quantised state begin elsewhere in a slice, and what no trial has shown may do so, too.
+        sliceable = forms <= shown - {WRAPPED} and not self._problem(whole, lambda: self._divided(_inside))
         coupled = "" if sliceable else self._problem(whole, lambda: self._divided(_between))
         at_once = bool(self._problem(whole, self._in_two_calls))
         if self._too_large:
@@ -204,9 +214,15 @@ class _Trial:
         needs = OptimizerNeeds(*found, goes_by_place(self._built, self._start))
         return OptimizerFindings(sliceable and not coupled, kept, needs)
 
-    def fails(self, *closure: Callable[[], float]) -> Exception | None:
+    def _draws(self) -> bool:
+        """Tells whether a step over parameters of their own types draws random numbers, as rounding to bfloat16 may."""
+        before, types = drawn(), {name: each.dtype for name, each in self._named}
+        failed = self.fails(start={name: each.to(types[name]) for name, each in self._start.items()})
+        return failed is None and drawn() != before
+
+    def fails(self, *closure: Callable[[], float], start: _Values | None = None) -> Exception | None:
         """Returns what the first step raises, with a closure or without."""
-        updater = self._whole(self._start)
+        updater = self._whole(self._start if start is None else start)
         self._assign(updater, 0)
         try:
             updater.optimizer.step(*closure)
@@ -319,27 +335,10 @@ class _Trial:
         if group_settings(one) != group_settings(other) or attributes(one) != attributes(other):
             return True
         states = [
-            [tensor for _, store in first_state(each) for state in store.values() for tensor in tensors_in(state)]
+            [tensor for _, store in first_state(each) for state in store.values() for tensor in tensors_of(state)]
             for each in (one, other)
         ]
         return len(states[0]) != len(states[1]) or not all(map(torch.equal, *states))
-
-
-def _tried(template: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Returns the names of some parameters of some groups, those first whose options differ by more than the rate."""
-    kinds: dict[str, list[list[str]]] = {}
-    for group in template.param_groups:
-        names = [name for name in group["param_names"] if tensors[name].requires_grad and tensors[name].numel()]
-        if names:
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr")}
-            kinds.setdefault(repr(options), []).append(names)
-    groups = [each for several in zip_longest(*kinds.values()) for each in several if each]
-    found: list[str] = []
-    for names in groups[:_MOST_GROUPS]:
-        # One of each number of dims, and the last.
-        first = {tensors[name].dim(): name for name in reversed(names)}
-        found += sorted({*first.values(), names[-1], *names[:2]}, key=names.index)
-    return found
 
 
 def _inside(start: _Values) -> list[list[Segment]]:
@@ -379,7 +378,7 @@ def _values(updaters: Sequence[Updater]) -> _Values:
 
 def _kept(updater: Updater, tensor: Tensor) -> int:
     states = (store.get(tensor) for _, store in state_stores(updater.optimizer))
-    return sum(each.numel() == tensor.numel() > 1 for state in states for each in tensors_in(state))
+    return sum(each.numel() == tensor.numel() > 1 for state in states for each in tensors_of(state))
 
 
 def _differing(settings: Mapping[str, Any], other: Mapping[str, Any]) -> str:

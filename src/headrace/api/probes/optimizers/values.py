@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
-_LONGEST, _MOST_ELEMENTS = 130, 20_000
-"""Of a tried parameter: longer than 128, from which on some optimizers factor a matrix."""
+_MOST_GROUPS = 6
+_LONGEST = 144
+"""Of a tried matrix: longer than 128, from which on some optimizers factor one; its square is 81 blocks of 256."""
 
 
 def clipped(shape: Sequence[int]) -> list[int]:
-    lengths = [min(length, _LONGEST) for length in shape]
-    while math.prod(lengths) > _MOST_ELEMENTS:
+    """Halves what is longest until little is left, which keeps most multiples of a block."""
+    lengths = list(shape)
+    while math.prod(lengths) > _LONGEST**2:
         longest = lengths.index(max(lengths))
-        lengths[longest] = -(-lengths[longest] // 2)
+        least = _LONGEST if lengths[longest] > _LONGEST and len(shape) == 2 else 1
+        lengths[longest] = max(least, -(-lengths[longest] // 2))
     return lengths
 
 
@@ -34,3 +38,20 @@ def like(value: Tensor, generator: torch.Generator) -> Tensor:
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def tried(template: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names of some parameters of some groups, those first whose options differ by more than the rate."""
+    kinds: dict[str, list[list[str]]] = {}
+    for group in template.param_groups:
+        names = [name for name in group["param_names"] if tensors[name].requires_grad and tensors[name].numel()]
+        if names:
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr")}
+            kinds.setdefault(repr(options), []).append(names)
+    groups = [each for several in zip_longest(*kinds.values()) for each in several if each]
+    found: list[str] = []
+    for names in groups[:_MOST_GROUPS]:
+        # One of each number of dims, and the last.
+        first = {tensors[name].dim(): name for name in reversed(names)}
+        found += sorted({*first.values(), names[-1], *names[:2]}, key=names.index)
+    return found
