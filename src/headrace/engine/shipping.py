@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from headrace.engine.library_objects import reduced
 from headrace.errors import JobError
 from headrace.hooks import hang, hooks_of
 from headrace.registry import FILES, PLACED
@@ -110,7 +111,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # cloudpickle 3.1 sends code without its file, and tracebacks would show neither file nor line.
             make, parts = self.dispatch_table[CodeType](value)
             return _code_of_file, (self._source(value.co_filename), make, parts)
-        return super().reducer_override(value)
+        return reduced(value) or super().reducer_override(value)
 
     def _source(self, path: str) -> _Source:
         """Returns the same object for each code of a file, so that the pickle has its lines once."""

@@ -323,6 +323,13 @@ def name_ranks(mesh: Any, name: str, ranks: Any) -> None:
     mesh._pg_registry[name] = ranks
 
 
+def register_outputs(model: Any) -> None:
+    """Tells the transformers library what it may record of a model's forward, as constructors do in their process."""
+    table: Any = getattr(sys.modules.get("transformers.utils.output_capturing"), "_CAN_RECORD_REGISTRY", None)
+    if table is not None:
+        table[model] = model._can_record_outputs
+
+
 def set_parameters(module: Any, named: dict[str, Any]) -> None:
     """Gives an `nn.Module` other parameters, or none, without a check."""
     vars(module)["_parameters"] = named

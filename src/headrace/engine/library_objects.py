@@ -1,0 +1,59 @@
+"""Objects of other libraries whose pickles leave out what a worker needs: functions that hang on a model, and tables.
+
+A library's function that was made inside another one, such as a hook, goes by value. With it must not go what it names in
+its module: a worker's module has its own, which the library's other functions there use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from headrace import internals
+from headrace.training.user_code.untouched import LIBRARIES
+
+
+def reduced(value: Any) -> tuple[Any, ...] | None:
+    """Returns what `__reduce__` would, for such an object; None for any other."""
+    if type(value) is FunctionType:
+        return _reduced_function(value)
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is not None and isinstance(value, nn.Module) and isinstance(value, library.PreTrainedModel):
+        make, parts, state, *_ = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return make, parts, state, None, None, _set_model
+    return None
+
+
+def _set_model(model: Any, state: Any) -> None:
+    model.__setstate__(state)
+    internals.register_outputs(model)
+
+
+def _reduced_function(function: FunctionType) -> tuple[Any, ...] | None:
+    module = sys.modules.get(function.__module__)
+    inside = module is not None and "<locals>" in function.__qualname__ and vars(module) is function.__globals__
+    if not inside or function.__module__.partition(".")[0] not in LIBRARIES:
+        return None
+    names = function.__name__, function.__qualname__
+    cells = len(function.__closure__ or ())
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    state = (names, function.__defaults__, function.__kwdefaults__, vars(function), held)
+    return _function, (function.__module__, function.__code__, cells), state, None, None, _set_function
+
+
+def _function(module: str, code: CodeType, cells: int) -> FunctionType:
+    enclosed = tuple(CellType() for _ in range(cells))
+    return FunctionType(code, vars(importlib.import_module(module)), closure=enclosed)
+
+
+def _set_function(function: FunctionType, state: tuple[Any, ...]) -> None:
+    # Later than the function, which its cells may refer to.
+    (function.__name__, function.__qualname__), function.__defaults__, function.__kwdefaults__, own, held = state
+    vars(function).update(own)
+    for cell, content in zip(function.__closure__ or (), held, strict=True):
+        cell.cell_contents = content
