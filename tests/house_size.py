@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 121_484
+LINES = 121_623
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_965
@@ -13,11 +13,11 @@ CORE = 14_965
 CLOSURES = {
     "data": 890,
     "data.loading.loader": 6_470,
-    "strategies.one_device": 9_940,
-    "strategies.mirrored": 11_120,
-    "strategies.central_storage": 13_190,
+    "strategies.one_device": 9_950,
+    "strategies.mirrored": 11_130,
+    "strategies.central_storage": 13_200,
     "worker.main": 20_200,
-    "engine.local.process": 21_790,
+    "engine.local.process": 21_860,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_880,
     "api.fit": 33_410,

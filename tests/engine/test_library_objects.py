@@ -1,4 +1,4 @@
-"""What the transformers library keeps beside a model arrives with it: the outputs it records, and the hooks for these."""
+"""What the transformers library keeps beside a model arrives with it: what it records of a forward, and the hooks."""
 
 from __future__ import annotations
 
@@ -97,5 +97,3 @@ def test_a_model_with_a_loss_of_its_routers_trains_as_in_a_plain_loop(used: bool
     trained = hr.fit(job, device="cpu").model
     for (name, one), other in zip(plain.named_parameters(), trained.parameters(), strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=1e-9, msg=name)
-
-

@@ -45,6 +45,20 @@ def _header(folder: Path, change: Callable[[str], str]) -> None:
     file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + count :])
 
 
+def _padded(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + bytes(8))
+
+
+def _rewritten(file: Path, old: str, new: str) -> None:
+    file.write_text(file.read_text().replace(old, new))
+
+
+def _linked(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+    (folder / "model.safetensors").symlink_to("nowhere")
+
+
 FILES: dict[str, tuple[Change, str]] = {
     "no folder": (lambda folder: folder.rename(folder.with_name("other")), "there is no file *.safetensors there"),
     "a missing file": (
@@ -69,10 +83,44 @@ FILES: dict[str, tuple[Change, str]] = {
         ),
         "both have 'scale'",
     ),
-    "an unknown type": (lambda folder: _header(folder, lambda text: text.replace("F64", "F65", 1)), "'F65' is unknown"),
+    "an unknown type": (
+        lambda folder: _header(folder, lambda text: text.replace("F64", "F65", 1)),
+        "has the type 'F65', which is unknown",
+    ),
     "an overlap": (
         lambda folder: _header(folder, lambda text: re.sub(r"\[\d+,(\d+)\]}(?=})", _shifted, text)),
         "begins inside another",
+    ),
+    "a gap": (
+        lambda folder: _header(folder, lambda text: re.sub(r'"[a-z0-9.]+":{[^}]*\[0,\d+\]},', "", text)),
+        "those from byte 0 on are not in its header",
+    ),
+    "bytes after the last": (
+        lambda folder: _padded(folder / "model-00002-of-00003.safetensors"),
+        "are not in its header, which the format does not allow",
+    ),
+    "a place of three numbers": (
+        lambda folder: _header(folder, lambda text: re.sub(r"\[0,(\d+)\]", r"[0,0,\1]", text)),
+        "its header is malformed: '",
+    ),
+    "a name twice in the index": (
+        lambda folder: _rewritten(folder / "model.safetensors.index.json", '"scale"', '"head.weight"'),
+        "ValueError('a name in it occurs twice')",
+    ),
+    "no file of an index": (
+        lambda folder: [file.unlink() for file in folder.glob("*.safetensors")],
+        "index.json there names 'model-00001-of-00003.safetensors', 'model-0000",
+    ),
+    "another form alone": (
+        lambda folder: [file.rename(file.with_suffix(".bin")) for file in folder.glob("*.safetensors")],
+        "only 'model-00001-of-00003.bin', 'model-00002",
+    ),
+    "links to nothing": (lambda folder: _linked(folder), "links lead to no file: 'model.safetensors'"),
+    "a pointer of LFS": (
+        lambda folder: (folder / "model-00001-of-00003.safetensors").write_text(
+            "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+        ),
+        "is a pointer of git's LFS, not the file; run `git lfs pull` there",
     ),
     "no JSON": (lambda folder: _header(folder, lambda text: text[:-5] + "     "), "its header is malformed"),
 }
@@ -105,6 +153,15 @@ NAMES: dict[str, tuple[dict[str, Tensor], str]] = {
         _changed(head__weight=None, heads__weight=HEAD),
         "'heads.weight' (the nearest to the first is 'head.weight')",
     ),
+    "a beginning more": (
+        {f"model.{name}": each for name, each in stored().items()},
+        "rename={'model.': ''})",
+    ),
+    "a beginning less": (
+        {name.partition(".")[2] or name: each for name, each in stored().items() if name.startswith("layers.")},
+        "rename={'': 'layers.'})",
+    ),
+    "quantized": (_changed(head__weight=HEAD.to(torch.int8)), "have no such values: give files that are not quantized"),
     "more": (_changed(bias=torch.ones(3)), "1 there are not the model's, 'bias'"),
     "other shape": (_changed(head__weight=HEAD[:-1].clone()), "has shape [49, 16] there and [50, 16] in the model"),
     "other kind": (_changed(scale=torch.ones(1, dtype=torch.int64)), "'scale' is int64 there and float64"),
@@ -123,8 +180,11 @@ def test_types_that_would_lose_bits_are_refused_and_narrower_ones_are_widened(tm
     half = write(tmp_path / "half", {name: each.bfloat16() for name, each in stored().items()})
     run = hr.fit(job_of(half, steps=1, rate=0.0), device="cpu")
     assert torch.equal(run.model.state_dict()["head.weight"], HEAD.bfloat16().double())
+    eighth = write(tmp_path / "eighth", {name: each.to(torch.float8_e4m3fn) for name, each in stored().items()})
+    run = hr.fit(job_of(eighth, steps=1, rate=0.0), device="cpu")
+    assert torch.equal(run.model.state_dict()["head.weight"], HEAD.to(torch.float8_e4m3fn).double())
     job = job_of(write(tmp_path / "wide", stored()))
-    with pytest.raises(UsageError, match="is float64 there and float32 in the model, which would lose bits"):
+    with pytest.raises(UsageError, match="24 more are float64 there and float32 in the model, which would lose bits"):
         hr.fit(replace(job, model=lambda: job.model().float()), device="cpu")  # type: ignore[call-arg]
 
 

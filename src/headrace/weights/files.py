@@ -14,6 +14,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,7 +28,12 @@ INDEX = "model.safetensors.index.json"
 ENDING = ".safetensors"
 _MOST_HEADER_BYTES = 100 << 20
 """As the safetensors library."""
-_SHOWN = 3
+_SHOWN, _MOST_SHOWN = 3, 100
+"""Names, and characters of what is malformed."""
+_WHOLE = "model.safetensors"
+_OTHER_FORMS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+_POINTER = b"version "
+"""What a file begins with that git's LFS has in the place of a large one."""
 T = TypeVar("T", int, Tensor)
 _REMEDY = "copy it again"
 
@@ -72,11 +78,7 @@ def find_tensors(where: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     if place.endswith(ENDING):
         return _joined(find_files(_pattern(place), {}), place)
     listed = _index(place)
-    try:
-        files = find_files(f"{_pattern(place)}/*{ENDING}", {})
-    except DataError as error:
-        wanted = f"; {INDEX} there has {len(listed):,} tensors" if listed else ""
-        raise DataError(f"weights={place!r}: there is no file *{ENDING} there{wanted}") from error
+    files = _files(place, sorted({*listed.values()}) or [_WHOLE])
     if not listed:
         return _joined(files, place)
     by_name = {_base(file): file for file in files}
@@ -101,6 +103,38 @@ def absolute(where: str | os.PathLike[str]) -> str:
     return place.rstrip("/") if "://" in place else os.path.abspath(os.path.expanduser(place))
 
 
+def _files(place: str, names: Sequence[str]) -> list[SourceFile]:
+    """Returns the files of a folder; where a server lists no folders, those of the names that are there."""
+    try:
+        return find_files(f"{_pattern(place)}/*{ENDING}", {})
+    except DataError as error:
+        found: list[SourceFile] = []
+        for name in names if "://" in place else ():
+            with suppress(DataError):
+                found += find_files(f"{place}/{name}", {})
+        if not found:
+            wanted = "" if names == [_WHOLE] else f"; {INDEX} there names {names_of(names)}"
+            raise DataError(f"weights={place!r}: there is no file *{ENDING} there{wanted}{_instead(place)}") from error
+        return found
+
+
+def _instead(place: str) -> str:
+    """Says what is in the place of the files."""
+    if "://" in place:
+        return ", or its server cannot be reached"
+    if not os.path.isdir(place):
+        return "; it is a file of another form" if os.path.exists(place) else "; the folder does not exist"
+    names = sorted(os.listdir(place))
+    if lost := [name for name in names if name.endswith(ENDING)]:
+        return f"; links lead to no file: {names_of(lost)}"
+    if other := [name for name in names if name.endswith(_OTHER_FORMS)]:
+        return (
+            f", only {names_of(other)}; build the model, load them into it, and save it: model.save_pretrained(folder) "
+            "of transformers, or safetensors.torch.save_model(model, file)"
+        )
+    return ""
+
+
 def _pattern(place: str) -> str:
     return place if "://" in place else glob.escape(place)
 
@@ -116,7 +150,7 @@ def _index(place: str) -> dict[str, str]:
     except DataError:
         return {}
     try:
-        listed = json.loads(file.read())["weight_map"]
+        listed = json.loads(file.read(), object_pairs_hook=_once)["weight_map"]
         return {str(name): str(other) for name, other in listed.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{file.name} is no index of safetensors files: {error!r}; {_REMEDY}") from error
@@ -138,7 +172,9 @@ def _tensors(file: SourceFile) -> dict[str, StoredTensor]:
     """Returns the tensors of a file, of which no two overlap and all are in it."""
     if file.length < PREFIX:
         raise DataError(f"{file.name} has {file.length} bytes, and is no safetensors file; {_REMEDY}")
-    count = int.from_bytes(file.read(0, PREFIX), "little")
+    count = int.from_bytes(begin := file.read(0, PREFIX), "little")
+    if begin == _POINTER:
+        raise DataError(f"{file.name} is a pointer of git's LFS, not the file; run `git lfs pull` there")
     if count > min(_MOST_HEADER_BYTES, file.length - PREFIX):
         raise DataError(
             f"{file.name}: its header would have {count:,} bytes, and the file has {file.length:,}: it is cut off, or "
@@ -146,8 +182,7 @@ def _tensors(file: SourceFile) -> dict[str, StoredTensor]:
         )
     try:
         header = json.loads(file.read(PREFIX, count), object_pairs_hook=_once)
-        header.pop("__metadata__", None)
-        places = {name: _place(fields) for name, fields in header.items()}
+        places = {name: _place(name, fields) for name, fields in header.items() if name != "__metadata__"}
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{file.name}: its header is malformed: {str(error) or repr(error)}; {_REMEDY}") from error
     data, last = file.length - PREFIX - count, 0
@@ -160,7 +195,14 @@ def _tensors(file: SourceFile) -> dict[str, StoredTensor]:
     for name, (_, _, begin, end) in sorted(places.items(), key=lambda item: item[1][2:]):
         if begin < last:
             raise DataError(f"{file.name}: its tensor {name!r} begins inside another, at byte {begin:,}; {_REMEDY}")
+        if begin > last:
+            break
         last = end
+    if last < data:
+        raise DataError(
+            f"{file.name}: of its {data:,} bytes of tensors, those from byte {last:,} on are not in its header, which "
+            f"the format does not allow; {_REMEDY}"
+        )
     first = PREFIX + count
     return {name: StoredTensor(file, dtype, shape, first + begin) for name, (dtype, shape, begin, _) in places.items()}
 
@@ -172,13 +214,16 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _place(fields: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
+def _place(name: str, fields: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
     """Returns type, shape, begin and end of a tensor, which fit together."""
-    dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
+    try:
+        dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{name!r} has {str(fields)[:_MOST_SHOWN]}") from error
     if dtype not in BYTES:
-        raise ValueError(f"the type {dtype!r} is unknown")
+        raise ValueError(f"{name!r} has the type {dtype!r}, which is unknown")
     if not all(type(each) is int and each >= 0 for each in (*shape, begin, end)):
-        raise ValueError(f"shape {list(shape)}, bytes {begin} to {end}")
+        raise ValueError(f"{name!r} has shape {list(shape)}, bytes {begin} to {end}")
     if end - begin != math.prod(shape) * BYTES[dtype]:
-        raise ValueError(f"{dtype} of shape {list(shape)} in bytes {begin} to {end}")
+        raise ValueError(f"{name!r} is {dtype} of shape {list(shape)} in bytes {begin} to {end}")
     return NAMES[dtype], shape, begin, end

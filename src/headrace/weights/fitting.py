@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -104,11 +105,26 @@ def _require_names(
     if unknown:
         said.append(f"{len(unknown):,} there are not the model's, {_nearest(unknown, missing or list(known))}")
     if said:
+        rename = _renaming(missing, unknown, len(unknown) == len(stored))
+        arguments = f"rename={rename}" if rename else "rename={...}, missing=[...], unused=[...]"
         raise UsageError(
             f"the {len(stored):,} tensors in {place} have other names than the model's {len(known):,}: "
             f"{'; '.join(said)}; give a model of which state_dict() has the names in the files, or "
-            "weights=hr.Weights(folder, rename={...}, missing=[...], unused=[...])"
+            f"weights=hr.Weights({place!r}, {arguments})"
         )
+
+
+def _renaming(missing: Sequence[str], unknown: Sequence[str], every: bool) -> dict[str, str]:
+    """Returns what to rename where half of the missing names, or more, differ from those there by one beginning.
+
+    `every` tells whether no name there is the model's: only then may all of them get a beginning.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    for names, others, takes in ((unknown, {*missing}, True), (missing, {*unknown} if every else (), False)):
+        for name in names:
+            begins = (name[: at + 1] for at, letter in enumerate(name) if letter == ".")
+            counts.update((each, "") if takes else ("", each) for each in begins if name[len(each) :] in others)
+    return {old: new for (old, new), count in counts.most_common(1) if 2 * count >= len(missing)}
 
 
 def _nearest(names: list[str], known: list[str]) -> str:
@@ -118,16 +134,22 @@ def _nearest(names: list[str], known: list[str]) -> str:
 
 
 def _misfits(tensors: Mapping[str, Tensor], found: Mapping[str, StoredTensor]) -> Iterator[str]:
+    lossy: dict[tuple[str, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
-        each, dtype = found[name], getattr(torch, found[name].dtype)
+        each = found[name]
         if each.shape != tuple(tensor.shape):
             yield f"{name!r} has shape {list(each.shape)} there and {list(tensor.shape)} in the model"
-        elif not _widens(dtype, tensor.dtype):
-            own = str(tensor.dtype).removeprefix("torch.")
-            yield (
-                f"{name!r} is {each.dtype} there and {own} in the model, which would lose bits; make the model of "
-                f"{each.dtype}, or a wider type"
-            )
+        elif not _widens(getattr(torch, each.dtype), tensor.dtype):
+            lossy.setdefault((each.dtype, tensor.dtype), []).append(name)
+    for (there, dtype), names in lossy.items():
+        own = str(dtype).removeprefix("torch.")
+        quantized = dtype.is_floating_point and not getattr(torch, there).is_floating_point
+        remedy = (
+            "which have no such values: give files that are not quantized"
+            if quantized
+            else f"which would lose bits; make the model of {there}, or a wider type"
+        )
+        yield f"{names_of(names)} {'is' if len(names) == 1 else 'are'} {there} there and {own} in the model, {remedy}"
 
 
 def _widens(stored: torch.dtype, own: torch.dtype) -> bool:
@@ -137,8 +159,13 @@ def _widens(stored: torch.dtype, own: torch.dtype) -> bool:
     kinds = [(each.is_floating_point, each.is_complex, each == torch.bool) for each in (stored, own)]
     if kinds[0] != kinds[1]:
         return False
+    if stored.is_floating_point:
+        # Of types of eight bits torch knows no common one.
+        one, other = torch.finfo(stored), torch.finfo(own)
+        finer = other.smallest_normal * other.eps <= one.smallest_normal * one.eps
+        return finer and other.eps <= one.eps and other.max >= one.max
     try:
         return torch.promote_types(stored, own) == own
     except RuntimeError:
-        # Of types of eight bits torch knows no common one.
+        # So of whole numbers without signs.
         return False
