@@ -7,7 +7,6 @@ in its module: a worker's module has its own, which the library's other function
 from __future__ import annotations
 
 import importlib
-import pickle
 import sys
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -17,6 +16,9 @@ from torch import nn
 from headrace import internals
 from headrace.training.user_code.untouched import LIBRARIES
 
+_PROTOCOL = 5
+"""Of what an object says of itself; any from 2 on is alike."""
+
 
 def reduced(value: Any) -> tuple[Any, ...] | None:
     """Returns what `__reduce__` would, for such an object; None for any other."""
@@ -24,8 +26,8 @@ def reduced(value: Any) -> tuple[Any, ...] | None:
         return _reduced_function(value)
     library = sys.modules.get("transformers.modeling_utils")
     if library is not None and isinstance(value, nn.Module) and isinstance(value, library.PreTrainedModel):
-        make, parts, state, *_ = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        return make, parts, state, None, None, _set_model
+        made: Any = value.__reduce_ex__(_PROTOCOL)
+        return *made[:3], None, None, _set_model
     return None
 
 

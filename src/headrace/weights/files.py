@@ -172,8 +172,8 @@ def _tensors(file: SourceFile) -> dict[str, StoredTensor]:
     """Returns the tensors of a file, of which no two overlap and all are in it."""
     if file.length < PREFIX:
         raise DataError(f"{file.name} has {file.length} bytes, and is no safetensors file; {_REMEDY}")
-    count = int.from_bytes(begin := file.read(0, PREFIX), "little")
-    if begin == _POINTER:
+    count = int.from_bytes(front := file.read(0, PREFIX), "little")
+    if front == _POINTER:
         raise DataError(f"{file.name} is a pointer of git's LFS, not the file; run `git lfs pull` there")
     if count > min(_MOST_HEADER_BYTES, file.length - PREFIX):
         raise DataError(
