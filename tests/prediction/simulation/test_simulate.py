@@ -171,6 +171,16 @@ def test_downpour_hides_its_exchange() -> None:
     assert hidden.efficiency > 0.9 > run(waiting, gpus(5), assumptions=many).efficiency
 
 
+@pytest.mark.parametrize("period", [1, 5, 20])
+def test_pushes_behind_the_steps_still_pass_the_servers_card(period: int) -> None:
+    """A run of few pushes each: none of the first is waited for, and the last ones queue when all have computed."""
+    few = replace(QUICK, steps=4 * period)
+    many = hr.Downpour(workers=16, push_every=period, fetch_every=period)
+    crowded = run(many, gpus(17), model=model(2000), examples=16, assumptions=few)
+    # One of the 64 pushes may be hidden behind the steps of a longer run.
+    assert 0.9 < max(crowded.timeline.server_busy.values()) < 1 + 1 / 60
+
+
 def test_averaging_pays_for_the_ring_once_a_period() -> None:
     local, ring = 0.032, 0.150
     for period, syncs in ((1, 10), (5, 2), (10, 1)):

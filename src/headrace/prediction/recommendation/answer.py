@@ -56,7 +56,7 @@ def _cost(advice: Recommendation) -> Iterator[str]:
 def _how_sure(advice: Recommendation) -> Iterator[str]:
     winner = advice.winner
     band = winner.prediction.band
-    least, most = (winner.start_s + (winner.seconds - winner.start_s) / rate for rate in (band.high, band.low))
+    least, most = winner.expected_s
     yield f"Expect {duration(least)} to {duration(most)} ({band.where})."
     if winner.slow_s > winner.seconds:
         yield f"Where the network attains {SLOWER_NETWORK:g} of its rate, it is {duration(winner.slow_s)}."

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.devices import HOST
 from headrace.errors import HeadraceError, InfeasiblePlan, UsageError
-from headrace.policies.behaviour import Stages
+from headrace.policies.behaviour import ServerTerms, Stages
 from headrace.prediction.assumptions import Assumptions
 from headrace.prediction.recommendation.bounds import least_step_s
 from headrace.prediction.recommendation.candidates import Candidate
@@ -24,6 +24,8 @@ from headrace.spec.model import ModelSpec
 _MOST_MICRO_BATCHES = 1024
 _ACTIONS = 2000
 """Steps of workers that a candidate is simulated for."""
+_EXCHANGES = 8
+"""Of each worker with servers, at least."""
 _START_S, _FAR_START_S = 2.0, 10.0
 """From the command to the first step: on one host's CPUs (benchmarks/start-up), and with devices or several hosts."""
 _DIVIDED_STEPS = 2
@@ -80,6 +82,12 @@ class Offer:
     def text(self) -> str:
         """The strategy as the command line takes it."""
         return self.candidate.text
+
+    @property
+    def expected_s(self) -> tuple[float, float]:
+        """Between which seconds it is expected to take, by the band of the prediction."""
+        training, band = self.seconds - self.start_s, self.prediction.band
+        return self.start_s + training / band.high, self.start_s + training / band.low
 
 
 @dataclass(frozen=True)
@@ -177,6 +185,10 @@ def _prepare(candidate: Candidate, question: Question) -> _Prepared | Misfit:
         else:
             # A staleness bound lets some workers be ahead: it takes some rounds until they wait.
             steps = max(4, min(12, _ACTIONS // candidate.devices))
+        terms = scene.behaviour.exchange
+        if isinstance(terms, ServerTerms):
+            # The first exchanges of workers that compute meanwhile are waited for later.
+            steps = max(steps, _EXCHANGES * terms.span)
         scene = replace(scene, assumptions=replace(assumptions, steps=steps), drawn=False)
         scene, needed = _accumulating(candidate, scene)
         step_s = least_step_s(scene)

@@ -41,13 +41,21 @@ def _pictures(found: Recommendation) -> str:
     longest = max(offer.seconds for family in families for offer in found.curve[family])
     unit, unit_s = next((each for each in _UNITS if longest >= 2 * each[1]), _UNITS[-1])
 
-    def picture(title: str, label: str, value: Callable[[Offer], float], reading: str) -> tuple[Picture, str]:
+    def bars(family: str, size: float) -> list[tuple[float, float, float]]:
+        """Where the times of the winner's family are expected; those of all would cover each other."""
+        offers = found.curve[family] if family == found.winner.candidate.family else ()
+        return [(each.candidate.devices, *(end / size for end in each.expected_s)) for each in offers]
+
+    def picture(
+        title: str, label: str, value: Callable[[Offer], float], reading: str, banded_s: float = 0.0
+    ) -> tuple[Picture, str]:
         curves = [
             Curve(
                 [(offer.candidate.devices, value(offer)) for offer in found.curve[family]],
                 colours[family],
                 dots=True,
                 name=family,
+                bars=bars(family, banded_s) if banded_s else (),
             )
             for family in families
         ]
@@ -56,7 +64,13 @@ def _pictures(found: Recommendation) -> str:
         return Picture(title, svg, reading), picture_key(swatches)
 
     drawn = [
-        picture("Time by devices", unit, lambda offer: offer.seconds / unit_s, f"To {found.goal.examples:,} examples."),
+        picture(
+            "Time by devices",
+            unit,
+            lambda offer: offer.seconds / unit_s,
+            f"To {found.goal.examples:,} examples. Bars: {found.winner.prediction.band.where}.",
+            unit_s,
+        ),
         picture(
             "Efficiency by devices",
             "of 1",

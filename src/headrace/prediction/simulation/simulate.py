@@ -330,7 +330,7 @@ def bottleneck(shares: Mapping[str, float], server_busy: Mapping[str, float]) ->
     busiest = max(server_busy, key=lambda name: server_busy[name], default=None)
     if busiest is not None and server_busy[busiest] > _BUSY:
         what = "core" if busiest == "applying" else "network card"
-        return f"the server's {what} ({busiest} {server_busy[busiest]:.0%} of the time)"
+        return f"the server's {what} ({busiest} {min(1.0, server_busy[busiest]):.0%} of the time)"
     lost = {name: share for name, share in shares.items() if name != "computing"}
     most = max(lost, key=lambda name: lost[name], default="computing")
     return "computing" if lost.get(most, 0.0) < 0.1 else f"{most} ({lost[most]:.0%} of the time)"

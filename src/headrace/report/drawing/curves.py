@@ -38,7 +38,7 @@ class Curve:
     """A line through (x, y) points.
 
     `colour` is a variable of the style; `width` is in points; `faint` are the points before smoothing, drawn faintly;
-    `name` stands before a value that shows on hover.
+    `name` stands before a value that shows on hover; `bars` are (x, low, high), between which values are expected.
     """
 
     points: Sequence[Point]
@@ -48,6 +48,7 @@ class Curve:
     faint: Sequence[Point] = ()
     dots: bool = False
     name: str = ""
+    bars: Sequence[tuple[float, float, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ def draw_curves(
 ) -> str:
     """Returns at least one curve as one SVG element; `log` and `from_zero` are about the vertical axis."""
     drawn = [point for each in curves for points in (each.points, each.faint) for point in _finite(points)]
-    low, high = _range([y for _, y in drawn], log, from_zero)
+    ends = [end for each in curves for _, *bar in each.bars for end in bar]
+    low, high = _range([*(y for _, y in drawn), *ends], log, from_zero)
     marks = log_ticks(low, high, _MOST_Y_TICKS) if log else linear_ticks(low, high, 5)
     texts = [tick_text(mark, high) for mark in marks]
     left, right = max(map(text_width, texts), default=0.0) + GAP, WIDTH - 6
@@ -97,6 +99,8 @@ def draw_curves(
         canvas.line([(x, _TOP), (x, _TOP + _HEIGHT)], "grid", 1.0)
     canvas.line([(left, _TOP + _HEIGHT), (right, _TOP + _HEIGHT)], "quiet", 0.8)
     for each in curves:
+        for x, least, most in each.bars:
+            canvas.line([(across.at(x), up.at(least)), (across.at(x), up.at(most))], each.colour, 7.0, opacity=0.28)
         for piece in _pieces(each.faint):
             canvas.line([(across.at(x), up.at(y)) for x, y in piece], each.colour, 1.0, opacity=0.28)
     for each in curves:
