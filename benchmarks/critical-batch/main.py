@@ -94,7 +94,7 @@ TASKS = {
     "digits, convolutions, momentum": Task(
         convolutions, digits, 0.2, functools.partial(torch.optim.SGD, momentum=0.9), tuple(each / 8 for each in RATES)
     ),
-    "text, recurrent, Adam": Task(Reader, text, 2.2, torch.optim.Adam, tuple(2.0**power for power in range(-10, -3))),
+    "text, recurrent, Adam": Task(Reader, text, 1.7, torch.optim.Adam, tuple(2.0**power for power in range(-9, -3))),
 }
 
 

@@ -382,3 +382,17 @@ def test_the_batch_that_the_job_must_say_is_named() -> None:
     assert best.winner.prediction.global_batch_size == 64
     assert _needed(best, Path("job.py"), 64) == []
     assert "needs global_batch_size=64 in place of 16 in" in _needed(best, Path("digits.py"), 16)[0]
+
+
+def test_nestings_of_shards_stages_and_slices_are_tried() -> None:
+    """And what stands in the text is what was tried."""
+    tried = list(candidates(model(10, layers=True), gpus(2, 4), 64))
+    nested = {each.text for each in tried if each.devices == 8 and each.family == "hybrid"}
+    for wanted in (
+        hr.Hybrid(hr.Mirrored(2), hr.FullySharded(4)),
+        hr.Hybrid(hr.FullySharded(2), hr.TensorParallel(4)),
+        hr.Hybrid(hr.Pipeline(2, 8, "1f1b"), hr.TensorParallel(4)),
+        hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2, 8, "1f1b"), hr.TensorParallel(2)),
+    ):
+        assert call_text(wanted) in nested
+    assert all(resolve(each.text) == each.strategy for each in tried)

@@ -35,7 +35,7 @@ def least_step_s(scene: Scene) -> float:
     if isinstance(exchange, ServerTerms) and not division:
         leases = -(-scene.assumptions.steps // exchange.span)
         return _ROUNDING * ServedRun(scene, device_steps(scene), exchange).least_s() / (leases * exchange.span)
-    if not isinstance(division, Stages):
+    if not isinstance(division, Stages) or division.slices > 1:
         return 0.0
     every_round = not isinstance(exchange, ParameterMean | ServerTerms)
     return _ROUNDING * _least_staged_s(scene, every_round) / scene.assumptions.steps

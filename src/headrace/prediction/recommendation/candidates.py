@@ -35,6 +35,7 @@ _ORDERS = (
     ("zb_h2", "never"),
 )
 """Schedules of a pipeline, and what is run again for backward: the more, the less is kept."""
+_MOST_SLICED_STAGES = 8
 _MOST_SERVED = 512
 """Workers with servers; each of their messages is simulated."""
 
@@ -96,6 +97,7 @@ def candidates(model: ModelSpec, cluster: Cluster, examples: int) -> Iterator[Ca
             yield from (Candidate(strategy, count) for strategy in _whole_models(count, cluster))
             yield from (Candidate(strategy, count) for strategy in _with_servers(count, cluster))
         yield from (Candidate(strategy, count) for strategy in _in_parts(count, model, examples))
+        yield from (Candidate(strategy, count) for strategy in _nested(count, model, cluster, examples))
 
 
 def _whole_models(count: int, cluster: Cluster) -> Iterator[Strategy]:
@@ -143,3 +145,27 @@ def _in_parts(count: int, model: ModelSpec, examples: int) -> Iterator[Strategy]
                 yield Hybrid(ParameterAveraging(replicas, _PERIODS[1]), Pipeline(stages, micro_batches, "1f1b"))
         if replicas > 1:
             yield Hybrid(Mirrored(replicas), TensorParallel(stages))
+
+
+def _nested(count: int, model: ModelSpec, cluster: Cluster, examples: int) -> Iterator[Strategy]:
+    """Yields mirrors of shards, and slices of shards, of stages and of mirrors of stages.
+
+    The inner parts, which exchange more, stay inside a host.
+    """
+    total = cluster.accelerators if cluster.device != HOST else sum(host.cores for host in cluster.hosts)
+    for inner in counts(min(count // 2, max(1, total // len(cluster.hosts)))):
+        outer = count // inner
+        if inner < 2 or outer * inner != count:
+            continue
+        if count <= examples:
+            yield Hybrid(Mirrored(outer), FullySharded(inner))
+        if not model.layers:
+            continue
+        if outer <= examples:
+            yield Hybrid(FullySharded(outer), TensorParallel(inner))
+        for stages in counts(min(outer, _MOST_SLICED_STAGES, len(model.layers))):
+            replicas, micro_batches = outer // stages, 4 * stages
+            if stages < 2 or replicas * stages != outer or micro_batches * replicas > examples:
+                continue
+            sliced = Hybrid(Pipeline(stages, micro_batches, "1f1b"), TensorParallel(inner))
+            yield sliced if replicas == 1 else Hybrid(Mirrored(replicas), sliced)
