@@ -39,6 +39,13 @@ def _outer(tensor: Any) -> tuple[torch.Size, tuple[int, ...]]:
     return tensor.shape, tensor.stride()
 
 
+def parts_of(tensor: Any) -> list[Tensor]:
+    """Returns the plain tensors that a tensor is made of; of a plain one, itself."""
+    if not isinstance(tensor, Wrapper):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in parts_of(getattr(tensor, name))]
+
+
 def cloned(tensor: Tensor) -> Tensor:
     """Returns a copy, also of a tensor that is made of others."""
     copied: Tensor = map_inner(torch.clone, tensor)
@@ -60,10 +67,8 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 def nbytes(tree: Any) -> int:
     """Returns how many bytes the tensors of a tree take."""
-    if isinstance(tree, Wrapper):
-        return sum(nbytes(getattr(tree, name)) for name in tree.__tensor_flatten__()[0])
     if isinstance(tree, Tensor):
-        return tree.numel() * tree.element_size()
+        return sum(part.numel() * part.element_size() for part in parts_of(tree))
     if isinstance(tree, Mapping):
         return sum(map(nbytes, tree.values()))
     return sum(map(nbytes, tree)) if isinstance(tree, tuple | list) else 0

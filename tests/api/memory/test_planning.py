@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
+from headrace.api.memory import quantised
 from headrace.api.memory.planning import plan_memory
 from headrace.cli import run
 from headrace.errors import JobError, UsageError
+from headrace.report.format import byte_count
+from training.block_state import BLOCK, Blockwise
+from training.odd_optimizers import Written
 
 WIDTH, LAYERS = 256, 4
 PARAMETERS = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
@@ -184,3 +190,35 @@ def test_the_command_prints_a_table_of_80_columns(
     assert lines[0] == "one_device, 1 worker: what the fullest holds at its peak, with 4 examples"
     assert lines[2].split()[:4] == ["as", "it", "is", "400"]
     assert [line for line in lines if len(line) > 80 and "recompute" not in line] == []
+
+
+def test_state_in_blocks_is_what_the_blocks_take() -> None:
+    planned = plan_memory(job(optimizer=Blockwise), "one_device", choices=False).memory
+    # A byte for each element, and a scale of 4 bytes for each block.
+    assert near(planned.state, PARAMETERS // 4 * (1 + 4 // BLOCK))
+
+
+def test_state_in_8_bits_is_a_choice_where_torchao_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = plan_memory(job(), hr.Mirrored(2))
+    monkeypatch.setattr(quantised, "absent", lambda *_: [])
+    monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(optim=SimpleNamespace(Adam8bit=Blockwise)))
+    chosen = plan_memory(job(), hr.Mirrored(2)).choices["state in 8 bits"]
+    assert near(plain.memory.state, 2 * PARAMETERS)
+    assert near(chosen.state, PARAMETERS // 2)
+    sharded = plan_memory(job(), hr.FullySharded(2)).impossible
+    assert "needs whole parameters" in sharded["state in 8 bits"]
+    assert "state in 8 bits" not in plan_memory(job(optimizer=torch.optim.SGD), "one_device").choices
+    assert quantised.in_8_bits(partial(torch.optim.Adam, foreach=False)) is None
+
+
+def test_an_optimizer_of_ones_own_is_tried_with_values() -> None:
+    assert near(
+        plan_memory(job(optimizer=Written), hr.FullySharded(2), choices=False).memory.parameters, PARAMETERS // 2
+    )
+
+
+def test_the_choice_that_needs_least_is_said() -> None:
+    plan = plan_memory(job(), hr.Mirrored(2))
+    least = min(plan.choices.values(), key=lambda each: each.peak)
+    assert f"needs least: {byte_count(plan.peak - least.peak)} less" in str(plan)
+    assert max(map(len, str(plan).splitlines())) <= 80

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headrace.api.memory.quantised import in_8_bits
 from headrace.api.probes.losses import join_loss
 from headrace.api.probes.optimizers.probe import probe_optimizer
 from headrace.data.loading.loader import Loader, as_pipeline
@@ -30,6 +31,7 @@ from headrace.strategies.context import ModelProbe
 from headrace.strategies.refusals import refuse
 from headrace.training.deferred.parts import Deferral
 from headrace.training.embeddings.layer import sparse_layers
+from headrace.training.user_code.trial import without_compilers
 from headrace.training.user_code.untouched import same_generators, untouched
 from headrace.worker.session import build_module, sample_of
 
@@ -56,14 +58,15 @@ def plan_memory(job: Job, strategy: str | Strategy, choices: bool = True) -> Mem
             "compile out for a plan of memory"
         )
     check_options(job.options, "cpu")
-    with torch.random.fork_rng(devices=[]), untouched(job.data), same_generators():
+    with torch.random.fork_rng(devices=[]), untouched(job.data), same_generators(), without_compilers():
         planning = _Planning(job, chosen)
         memory = planning.memory(job, chosen)
         found: dict[str, RankMemory] = {}
         impossible: dict[str, str] = {}
         for name, other, way in _choices(job, chosen, planning.workers) if choices else ():
             try:
-                found[name] = planning.memory(other, way)
+                same = planning if other.optimizer is job.optimizer else _Planning(other, way)
+                found[name] = same.memory(other, way)
             except HeadraceError as error:
                 impossible[name] = str(error)
     return MemoryPlan(chosen.name, planning.workers, planning.share.examples, memory, found, impossible)
@@ -80,6 +83,8 @@ def _choices(job: Job, strategy: Strategy, workers: int) -> Iterator[tuple[str, 
             yield f"recompute={recompute!r}", with_(recompute=recompute), strategy
     if options.precision == "fp32":
         yield "precision='bf16'", with_(precision="bf16"), strategy
+    if eight := in_8_bits(job.optimizer):
+        yield "state in 8 bits", replace(job, optimizer=eight), strategy
     yield f"accumulate={2 * options.accumulate}", with_(accumulate=2 * options.accumulate), strategy
     sharded = FullySharded(workers, deferred=not isinstance(job.model, nn.Module))
     if workers > 1 and strategy.name != sharded.name:
@@ -116,7 +121,9 @@ class _Planning:
             module = build_module(job)
             if next(iter(sparse_layers(module)), None) is not None:
                 raise UsageError("the rows of sparse embeddings that a batch uses are known when it is read; no plan")
-            found = probe_optimizer(one_optimizer(job.optimizer, "a plan of memory"), module.named_parameters())
+        # Its trial compares values.
+        found = probe_optimizer(one_optimizer(job.optimizer, "a plan of memory"), module.named_parameters())
+        with memory:
             model = describe(module, found.sliceable)
             model = replace(model, copies=2 + found.kept, optimizer=found.needs)
             size, clip = job.global_batch_size, job.options.clip_norm

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from headrace import internals
 from headrace.errors import JobError
 from headrace.modules import is_dense
-from headrace.trees import map_tensors, tensors_of
+from headrace.trees import Wrapper, map_tensors, tensors_of
 
 _COMPUTED_BYTES = 1 << 20
 """Up to so many, what has no hollow tensor in it and is no floating-point number is computed."""
@@ -117,8 +117,8 @@ class HollowMemory(internals.TorchDispatchMode):
         return known is not None and known.hollow
 
     def _note(self, tensor: Tensor, hollow: bool) -> None:
-        # One that is divided tells the size of the whole, and the memory is that of its part.
-        if not is_dense(tensor) or tensor.is_meta or isinstance(tensor, DTensor):
+        # One that is divided, or made of others, tells the size of the whole, and the memory is that of its parts.
+        if not is_dense(tensor) or tensor.is_meta or isinstance(tensor, DTensor | Wrapper):
             return
         storage = tensor.untyped_storage()
         key = internals.storage_address(storage)
@@ -175,7 +175,8 @@ class _Storage:
 
 
 def _key(tensor: Tensor) -> int:
-    return internals.storage_address(tensor.untyped_storage()) if is_dense(tensor) and not tensor.is_meta else 0
+    own = is_dense(tensor) and not tensor.is_meta and not isinstance(tensor, Wrapper)
+    return internals.storage_address(tensor.untyped_storage()) if own else 0
 
 
 def _meta(tensor: Tensor) -> Tensor:

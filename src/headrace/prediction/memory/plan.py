@@ -64,6 +64,9 @@ class MemoryPlan:
         for name, memory in {"as it is": self.memory, **self.choices}.items():
             cells = [sum(getattr(memory, kind) for kind in kinds) for kinds in _COLUMNS.values()]
             yield _row(name, [byte_count(cell) if cell else "" for cell in (*cells, memory.peak)], widths)
+        least = min(self.choices, key=lambda name: self.choices[name].peak, default="")
+        if least and (saved := self.peak - self.choices[least].peak) > 0:
+            yield f"{least} needs least: {byte_count(saved)} less ({saved / self.peak:.0%})."
         for name, why in self.impossible.items():
             yield f"{name}: {why}"
         yield "Python and torch themselves, and what kernels take for a moment, come on top."

@@ -27,7 +27,7 @@ from headrace.training.optimizer import nested
 from headrace.training.recompute.blocks import recomputing
 from headrace.training.synchronization import PeriodicSync
 from headrace.training.update import Updater
-from headrace.trees import map_tensors, tensors_of
+from headrace.trees import map_tensors, parts_of, tensors_of
 from headrace.worker.main import gathered_tensors
 from headrace.worker.session import objective_of
 
@@ -154,7 +154,8 @@ class HollowRank:
         kinds |= {_address(each.grad): "gradients" for each in every if each.grad is not None}
         kinds |= {_address(each): "state" for each in updater.averages.values()}
         for optimizer in nested(updater.optimizer).values():
-            kinds |= {_address(each): "state" for each in tensors_of(dict(optimizer.state))}
+            kept = [part for each in tensors_of(dict(optimizer.state)) for part in parts_of(each)]
+            kinds |= {_address(each): "state" for each in kept}
         found = dict.fromkeys(KINDS, 0)
         for key, size in memory.living().items():
             found[kinds.get(key, "exchange" if memory.is_shared(key) else "activations")] += size
