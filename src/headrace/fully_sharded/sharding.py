@@ -234,14 +234,25 @@ class ShardedModule:
             guard.require_places(part)
 
     def whole_tensors(self, leads: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yields every parameter whole, and every buffer, by checkpoint name, on the ranks that lead."""
+        """Yields what of the model this rank saves, whole, by checkpoint name, where one of the ranks leads.
+
+        Each parameter that is divided is another rank's in turn, so that none holds all; the rest is the leader's.
+        """
         self._require_places()
+        world, divided = self._group.world, 0
+        (saves,) = self._group.sum([float(leads)])
         for name, tensor in parameters_and_buffers(self.module):
             kind, _, parameter = name.partition("/")
-            if kind == "parameter" and parameter not in self.whole:
-                tensor = self._gathered(parameter)
-            if leads:
-                yield name, tensor
+            if kind != "parameter" or parameter in self.whole:
+                if leads:
+                    yield name, tensor
+                continue
+            whole = self._gathered(parameter)
+            # Not by its size, which may differ among ranks with slices; shifted, since blocks repeat.
+            if saves and (divided + divided // world) % world == self._group.rank:
+                yield name, whole
+            divided += 1
+            del whole
 
     def parts(self) -> Iterator[tuple[str, int, Tensor]]:
         """Yields this rank's part of every parameter, flat, after its name and the element at which the part begins."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from headrace.checkpoint import CheckpointFolder
 from headrace.checkpoint.forms import extra_states, pack, unpack
+from headrace.checkpoint.model_file import save_in_parts
 from headrace.checkpoint.trained_model import save_model
 from headrace.collectives.base import ProcessGroup, gather_texts, moved_bytes_of
 from headrace.devices import HOST
@@ -286,29 +287,51 @@ def _failed(rank: int, session: WorkerSession | None, events: EventWriter, error
 
 def leave_model(run: RunSpec, rank: int, group: ProcessGroup, compute: Compute) -> None:
     """Writes the whole model to the run's directory, once a host; all workers call it."""
+    if not _left_in_parts(run, group, compute):
+        _leave_gathered(run, rank, group, compute)
+    if isinstance(run.job.model, SameBuild) and _first_of_host(run, rank, group):
+        run.job.model.save(run.run_dir)
+    # Under a launcher every rank continues with the saved model.
+    group.barrier()
+
+
+def _left_in_parts(run: RunSpec, group: ProcessGroup, compute: Compute) -> bool:
+    """Writes the model where each rank has a part of it, and sees one file."""
+    plan = run.plan
+    if not group.one_memory or plan.replaces or not (compute.divided or plan.replicas < plan.workers):
+        return False
+    extra = dict(_gathered_extra(compute, group))
+    if group.rank == 0:
+        extra |= rows_of_layers(sparse_layers(compute.module))
+    tensors = compute.whole_tensors(plan.leads(group.rank))
+    return save_in_parts(compute.module, run.model, tensors, extra, model_path(run.run_dir), group)
+
+
+def _first_of_host(run: RunSpec, rank: int, group: ProcessGroup) -> bool:
+    roles = run.plan.roles
+    if group.one_memory:
+        return group.rank == 0
+    return rank == min(member for member in group.members if roles[member].host == roles[rank].host)
+
+
+def _leave_gathered(run: RunSpec, rank: int, group: ProcessGroup, compute: Compute) -> None:
     plan, roles = run.plan, run.plan.roles
     extra = extra_states(compute.module, compute.has_state_of)
     # Where servers hold one model, every worker has fetched it.
     has_all = plan.replaces or plan.leads(group.rank)
     tensors = {name: tensor.cpu() for name, tensor in compute.whole_tensors(has_all)}
-    first = group.rank == 0
-    if not group.one_memory:
-        first = rank == min(member for member in group.members if roles[member].host == roles[rank].host)
+    first = _first_of_host(run, rank, group)
     if plan.replaces and not group.one_memory:
         buffers = {name: tensor for name, tensor in tensors.items() if name.startswith("buffer/")}
         tensors |= _sum_of_bytes(pack(buffers) if group.rank == 0 else b"", group)
         extra = dict(_gathered_extra(compute, group))
-    elif not group.one_memory or plan.replicas < plan.workers:
+    elif not group.one_memory or compute.divided or plan.replicas < plan.workers:
         tensors = dict(gathered_tensors(run.model, compute.module, tensors, group, first))
         extra = dict(_gathered_extra(compute, group))
     if first:
         extra |= rows_of_layers(sparse_layers(compute.module))
         remedy = "resume=True (--resume) goes on from the last checkpoint" if run.checkpoints else "train again"
         save_model(compute.module, tensors, extra, model_path(run.run_dir), (rank, roles[rank].host), remedy)
-        if isinstance(run.job.model, SameBuild):
-            run.job.model.save(run.run_dir)
-    # Under a launcher every rank continues with the saved model.
-    group.barrier()
 
 
 def gathered_tensors(

@@ -121,6 +121,11 @@ class HollowRank:
         """Does what a worker does at the end, up to writing the model."""
         compute, plan = replica.compute, self.plan
         replica.adopt_trained_weights()
+        if group.one_memory and (compute.divided or plan.replicas < plan.workers):
+            # Each is written, and let go of, before the next.
+            for _ in compute.whole_tensors(plan.leads(self.rank)):
+                pass
+            return
         tensors = dict(compute.whole_tensors(plan.leads(self.rank)))
         if plan.replicas < plan.workers:
             tensors = dict(gathered_tensors(self.model, compute.module, tensors, group, self.rank == 0))

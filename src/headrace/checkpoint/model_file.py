@@ -1,0 +1,136 @@
+"""The file of a trained model that several ranks write, each the tensors that it has, one after the other.
+
+rank 0   header, extra state   ─► model.safetensors.part
+rank r   each of its tensors   ─► its place there, then the next
+rank 0   all are there         ─► model.safetensors
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from headrace.checkpoint.forms import encode as dense_parts
+from headrace.checkpoint.header import BYTES, NAMES, PREFIX, TensorEntry, encode, parse
+from headrace.collectives.base import ProcessGroup, gather_bytes
+from headrace.machine import disk
+from headrace.modules import is_dense
+from headrace.spec.model import ModelSpec
+
+_TYPES = {word: name for name, word in NAMES.items()}
+
+
+def save_in_parts(
+    module: nn.Module,
+    model: ModelSpec,
+    tensors: Iterable[tuple[str, Tensor]],
+    extra: Mapping[str, Tensor],
+    path: Path,
+    group: ProcessGroup,
+) -> bool:
+    """Writes a model to one file; all ranks of a host call it, and no one holds more than one tensor of the others.
+
+    Args:
+        tensors: those that this rank writes, whole, by checkpoint name; each is some rank's.
+        extra: what else there is, on rank 0.
+
+    Returns:
+        Whether the file is there: not where it cannot be written, or a tensor has no form of its own in such files.
+    """
+    names = _names_in_state(module)
+    (front, *_) = gather_bytes(group, _front(names, module, model, extra) if group.rank == 0 else b"")
+    if not front:
+        return False
+    entries = {each.name: each for each in parse(front[2 * PREFIX :], int.from_bytes(front[:PREFIX], "little"))}
+    # Of one host, whose ranks see one file.
+    part, begin, written = path.with_name(f"{path.name}.part"), len(front) - PREFIX, 0
+    failed = group.rank == 0 and not _begin(part, front[PREFIX:], begin + int.from_bytes(front[:PREFIX], "little"))
+    (problems,) = group.sum([float(failed)])
+    if not problems:
+        if group.rank == 0:
+            own = dense_parts(extra)
+            written += sum(_write(part, entries[name], begin, each) for name, each in own.items())
+        for name, tensor in tensors:
+            # Others gather with this rank, also after its disk has failed.
+            written += sum(_write(part, entries[each], begin, tensor) for each in names.get(name, ()))
+            # Before the next is gathered.
+            del tensor
+    (total,) = group.sum([float(written)])
+    complete = not problems and total == sum(each.end - each.begin for each in entries.values())
+    if group.rank == 0:
+        with suppress(OSError):
+            if complete:
+                part.rename(path)
+            else:
+                part.unlink(missing_ok=True)
+    (there,) = group.sum([float(group.rank == 0 and complete and disk.is_file(path))])
+    return bool(there)
+
+
+def _names_in_state(module: nn.Module) -> dict[str, list[str]]:
+    """Returns the names in `state_dict()` of each tensor, by its checkpoint name; "" has those of none."""
+    first = {id(parameter): f"parameter/{name}" for name, parameter in module.named_parameters()}
+    first |= {id(buffer): f"buffer/{name}" for name, buffer in module.named_buffers()}
+    names: dict[str, list[str]] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            names.setdefault(first.get(id(value), ""), []).append(name)
+    return names
+
+
+def _front(names: Mapping[str, list[str]], module: nn.Module, model: ModelSpec, extra: Mapping[str, Tensor]) -> bytes:
+    """Returns the bytes of all tensors, as a number, and the file's header; b"" where it has no form for one."""
+    specs = {spec.name: spec for spec in (*model.parameters, *model.buffers)}
+    forms: list[tuple[str, str, tuple[int, ...]]] = []
+    sparse = any(not is_dense(each) for each in (*module.parameters(), *module.buffers()))
+    for key, own in names.items():
+        spec = specs.get(key.partition("/")[2])
+        if sparse or spec is None or spec.dtype not in _TYPES:
+            return b""
+        forms += [(name, _TYPES[spec.dtype], tuple(spec.shape)) for name in own]
+    forms += [(name, _TYPES[_word(each)], tuple(each.shape)) for name, each in dense_parts(extra).items()]
+    entries: list[TensorEntry] = []
+    # In the order of the safetensors library.
+    for name, dtype, shape in sorted(forms, key=lambda form: (-BYTES[form[1]], form[0])):
+        entries.append(TensorEntry(name, dtype, shape, entries[-1].end if entries else 0))
+    size = entries[-1].end if entries else 0
+    try:
+        return size.to_bytes(PREFIX, "little") + encode(entries)
+    except ValueError:
+        return b""
+
+
+def _begin(part: Path, front: bytes, size: int) -> bool:
+    try:
+        part.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            file.write(front)
+            # With its room, so that a full disk is known before the rest is gathered.
+            os.posix_fallocate(file.fileno(), 0, size)
+    except OSError:
+        return False
+    return True
+
+
+def _write(part: Path, entry: TensorEntry, begin: int, tensor: Tensor) -> int:
+    """Writes a tensor to its place, and returns its bytes; 0 where it cannot be written."""
+    if _TYPES.get(_word(tensor)) != entry.dtype or tuple(tensor.shape) != entry.shape:
+        return 0
+    content = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    try:
+        with part.open("r+b", buffering=0) as file:
+            file.seek(begin + entry.begin)
+            while content:
+                content = content[file.write(content) :]
+    except OSError:
+        return 0
+    return entry.end - entry.begin
+
+
+def _word(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
