@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 121_731
+LINES = 121_906
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_965
@@ -16,8 +16,8 @@ CLOSURES = {
     "strategies.one_device": 9_960,
     "strategies.mirrored": 11_130,
     "strategies.central_storage": 13_200,
-    "worker.main": 20_210,
-    "engine.local.process": 21_860,
+    "worker.main": 20_370,
+    "engine.local.process": 22_020,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_880,
     "api.fit": 33_420,
