@@ -34,6 +34,8 @@ from strategies.test_pipeline import job
         ({"partition": [True, 10]}, r"got \[True, 10\]"),
         ({"partition": ["stem", "head"]}, r"or a list of their names, .* got \['stem', 'head'\]"),
         ({"limit_bytes": "1GB"}, "limit_bytes must be a whole number of at least 1, got '1GB'"),
+        ({"chunks": 3}, "chunks=3 is for schedules that have several stages on each worker, and gpipe has one"),
+        ({"chunks": 4, "schedule": "zb_h1"}, "and zb_h1 has one; leave it out"),
         ({"deferred_batch_norm": 3}, "deferred_batch_norm must be True or False, got 3"),
     ],
 )

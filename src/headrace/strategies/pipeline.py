@@ -45,6 +45,9 @@ from headrace.training.on_device.totals import Total
 from headrace.training.whole_model import HALF
 from headrace.trees import map_tensors
 
+_CHUNKS = 2
+"""Stages on a worker, where the schedule has several and none is said."""
+
 
 @dataclass(frozen=True)
 class Pipeline(Strategy):
@@ -82,7 +85,7 @@ class Pipeline(Strategy):
     partition: str | Sequence[int | Sequence[str]] = "auto"
     cost: str = "time"
     limit_bytes: int | None = None
-    chunks: int = 2
+    chunks: int = _CHUNKS
     deferred_batch_norm: bool = True
 
     name = "pipeline"
@@ -103,6 +106,11 @@ class Pipeline(Strategy):
         for what, value, known in (*named, ("cost of a stage", self.cost, COSTS)):
             if value not in known:
                 raise UnknownName(what, str(value), known)
+        if self.chunks > _CHUNKS and SCHEDULES[self.schedule](2, 2, self.chunks).stages() == 2:
+            raise UsageError(
+                f"chunks={self.chunks} is for schedules that have several stages on each worker, and {self.schedule} has "
+                "one; leave it out, or use schedule='interleaved' or 'breadth_first'"
+            )
         if self.partition != "auto" and not is_partition(self.partition):
             raise UsageError(
                 "partition is 'auto', or of each stage how many layers it has, [4, 4], or a list of their names, "
