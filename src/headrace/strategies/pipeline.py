@@ -108,8 +108,8 @@ class Pipeline(Strategy):
                 raise UnknownName(what, str(value), known)
         if self.chunks > _CHUNKS and SCHEDULES[self.schedule](2, 2, self.chunks).stages() == 2:
             raise UsageError(
-                f"chunks={self.chunks} is for schedules that have several stages on each worker, and {self.schedule} has "
-                "one; leave it out, or use schedule='interleaved' or 'breadth_first'"
+                f"chunks={self.chunks} is for schedules that have several stages on each worker, and {self.schedule} "
+                "has one; leave it out, or use schedule='interleaved' or 'breadth_first'"
             )
         if self.partition != "auto" and not is_partition(self.partition):
             raise UsageError(
