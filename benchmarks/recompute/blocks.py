@@ -6,30 +6,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-WIDTH, HEADS, BLOCKS, TOKENS, EXAMPLES = 256, 8, 8, 96, 8
+HEADS, BLOCKS, EXAMPLES = 8, 8, 8
+LARGE, TINY = (256, 96), (16, 2)
+"""Width and tokens; a process with the tiny ones shows what Python, torch and what they import take."""
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.mixed, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        count, length, _ = x.shape
-        mixed = self.mixed(self.first(x)).view(count, length, 3, HEADS, WIDTH // HEADS)
+        count, length, width = x.shape
+        mixed = self.mixed(self.first(x)).view(count, length, 3, HEADS, width // HEADS)
         query, key, value = mixed.permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(count, length, WIDTH))
+        x = x + self.out(seen.transpose(1, 2).reshape(count, length, width))
         made: Tensor = x + self.down(functional.gelu(self.up(self.second(x))))
         return made
 
 
 class Stack(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(BLOCKS))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -37,7 +39,7 @@ class Stack(nn.Module):
         return x
 
 
-def batch(count: int = 1) -> tuple[Tensor, Tensor]:
+def batch(width: int, tokens: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(count * EXAMPLES, TOKENS, WIDTH, generator=generator) for _ in range(2))
+    x, y = (torch.randn(EXAMPLES, tokens, width, generator=generator) for _ in range(2))
     return x, y

@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -20,7 +20,7 @@ from headrace.engine.local.engine import LocalEngine
 from headrace.spec.events import WorkerEnded
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from blocks import EXAMPLES, Stack, batch
+from blocks import EXAMPLES, LARGE, TINY, Stack, batch
 from harness import alternate, ratio, report, rival
 
 KINDS: dict[str, str | Sequence[str] | None] = {
@@ -43,12 +43,12 @@ def train(told: Path, worker: hr.Worker) -> None:
             told.write_text(str((worker.rounds - 3) / (perf_counter() - began)))
 
 
-def ours(engine: LocalEngine, kind: str, steps: int, figure: str) -> float:
+def ours(kind: str, steps: int, figure: str, width: int, tokens: int, *, engine: LocalEngine) -> float:
     job = hr.Job(
-        model=Stack,
+        model=partial(Stack, width),
         loss=nn.functional.mse_loss,
         optimizer=partial(torch.optim.Adam, lr=0.001),
-        data=batch(),
+        data=batch(width, tokens),
         global_batch_size=EXAMPLES,
         steps=steps,
         options=hr.Options(recompute=KINDS[kind]),
@@ -61,18 +61,26 @@ def ours(engine: LocalEngine, kind: str, steps: int, figure: str) -> float:
         )  # fmt: skip
         if figure == "rate":
             return float(told.read_text())
-        ended = next(event for event in run.events if isinstance(event, WorkerEnded))
-    return (ended.peak_memory_bytes - ended.runtime_bytes) / 1e6
+        return max(event.peak_memory_bytes for event in run.events if isinstance(event, WorkerEnded)) / 1e6
+
+
+def theirs(kind: str, steps: int, figure: str, width: int, tokens: int) -> float:
+    return rival("torch_recompute", kind, str(steps), figure, str(width), str(tokens), tuned=figure == "rate")
+
+
+def measured(contestant: Callable[..., float], kind: str, steps: int, figure: str) -> float:
+    """Returns steps a second, or MB more than with a tiny model."""
+    large = contestant(kind, steps, figure, *LARGE)
+    return large if figure == "rate" else large - contestant(kind, steps, figure, *TINY)
 
 
 def compare(figure: str, unit: str, kinds: Sequence[str], steps: int, rounds: int) -> None:
     with LocalEngine() as engine:
         contestants = {}
         for kind in kinds:
-            contestants[f"headrace, {kind}"] = partial(ours, engine, kind, steps, figure)
-            contestants[f"torch, {kind}"] = partial(
-                rival, "torch_recompute", kind, str(steps), figure, tuned=figure == "rate"
-            )
+            own = partial(ours, engine=engine)
+            contestants[f"headrace, {kind}"] = partial(measured, own, kind, steps, figure)
+            contestants[f"torch, {kind}"] = partial(measured, theirs, kind, steps, figure)
         figures = alternate(contestants, rounds)
     ratios = {f"{kind}: headrace / torch": ratio(figures, f"headrace, {kind}", f"torch, {kind}") for kind in kinds}
     if "none" in kinds:

@@ -1,4 +1,4 @@
-"""torch's own checkpointing, by hand, one thread: `KIND STEPS rate|memory`; prints steps/s, or MB that it grew by."""
+"""torch's own checkpointing, by hand: `KIND STEPS rate|memory WIDTH TOKENS`; prints steps/s, or peak MB."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recompute"))
-from blocks import WIDTH, Stack, batch
+from blocks import Stack, batch
 
 _ATEN = torch.ops.aten
 KEPT = {
@@ -41,21 +41,15 @@ def forward(kind: str, model: Stack, x: Tensor) -> Tensor:
     return x
 
 
-def resident(name: str) -> int:
+def most_bytes() -> int:
     status = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line for line in status.splitlines() if line.startswith(name)).split()[1])
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
 
 
-def main(kind: str, steps: int, figure: str) -> float:
+def main(kind: str, steps: int, figure: str, width: int, tokens: int) -> float:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    # A first step imports a part of torch that headrace does without.
-    small = Stack()
-    forward(kind, small, torch.ones(1, 2, WIDTH)).sum().backward()
-    torch.optim.Adam([nn.Parameter(torch.ones(1))]).step()
-    del small
-    began_with = resident("VmRSS")
-    model, (x, y) = Stack(), batch()
+    model, (x, y) = Stack(width), batch(width, tokens)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001, fused=True)
     for step in range(steps):
         if step == 3:
@@ -64,8 +58,8 @@ def main(kind: str, steps: int, figure: str) -> float:
         nn.functional.mse_loss(forward(kind, model, x), y).backward()
         optimizer.step()
     took = time.perf_counter() - began
-    return (steps - 3) / took if figure == "rate" else (resident("VmHWM") - began_with) / 1e6
+    return (steps - 3) / took if figure == "rate" else most_bytes() / 1e6
 
 
 if __name__ == "__main__":
-    print(main(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
+    print(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])))
