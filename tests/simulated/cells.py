@@ -7,7 +7,7 @@ from functools import partial
 import headrace as hr
 from headrace.testing.strategies import StrategyContract as Row
 from strategies import references
-from strategies.contract_models import MODELS, VARIANTS, Case
+from strategies.contract_models import MIXTURE, MODELS, VARIANTS, Case
 from strategies.hosts_models import CASES as STAGED
 from strategies.test_contract import KINDS
 
@@ -34,6 +34,9 @@ CELLS: dict[str, Row] = {
     "pipeline-gpipe": Row(partial(hr.Pipeline, micro_batches=2, schedule="gpipe"), whole=False),
     "hybrid of stages": Row(
         lambda workers: hr.Hybrid(hr.Mirrored(workers // 2), hr.Pipeline(2, micro_batches=1)), whole=False
+    ),
+    "mirrored experts": Row(
+        lambda workers: hr.Hybrid(hr.Mirrored(workers // 2), hr.ExpertParallel(2)), whole=False, model=MIXTURE
     ),
     **{name: Row(lambda _, levels=levels: hr.Hybrid(*levels), whole=False) for name, levels in LEVELS.items()},
     "local_sgd": Row(partial(hr.LocalSGD, period=3), references.local_sgd),

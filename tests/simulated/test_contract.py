@@ -21,11 +21,13 @@ QUICK: dict[int, Sequence[Cell]] = {
     1: [
         ("mirrored", "clipped-cnn", "uneven"),
         ("fully_sharded", "tied", "uneven"),
+        ("expert_parallel", "clipped", "uneven"),
         ("pipeline", "clipped-tied", "tiny"),
         ("central_storage", "clipped-tied", "tiny"),
     ],
     2: [
         ("mirrored", "partial", "uneven"),
+        ("mirrored experts", "clipped", "uneven"),
         ("pipeline", "deep", "uneven"),
         ("hybrid", "mlp", "uneven"),
     ],

@@ -52,6 +52,7 @@ JOBS: dict[str, Callable[[], hr.Job]] = {
     "accumulated": partial(read, options=hr.Options(accumulate=2)),
     "averaged": partial(read, OwnStacked, options=hr.Options(ema_decay=0.9)),
     "recomputed": partial(read, options=hr.Options(recompute="full")),
+    "recomputed but for matrix products": partial(read, options=hr.Options(recompute="selective")),
 }
 
 

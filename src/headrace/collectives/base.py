@@ -122,6 +122,9 @@ class Collective(_Divided):
     near: ProcessGroup | None = None
     """What exchanges tensors that lie in host memory, of devices whose own go there; None where that is shared."""
 
+    alike = False
+    """Whether the other ranks are not there, and taken to do what this one does, as in a plan of memory."""
+
     bucket_bytes = (25 << 20, 25 << 20)
     """Of gradients that are summed while backward runs: the first bucket's, and the most; enough for full speed."""
 

@@ -63,6 +63,8 @@ class ListedExperts:
         if self._active:
             raise UsageError(f"the experts of {self._name!r} are called within each other; use mirrored")
         self._active, self._calls, self._outputs, self._same = True, [], None, []
+        # Again in each forward: one that checkpoints run again must do what the first one did.
+        self._forms.clear()
         try:
             before = _random()
             self._first_run(args, kwargs)

@@ -100,7 +100,13 @@ def _travel(link: RowLink, sizes: Sizes, tensors: Sequence[Tensor]) -> tuple[Ten
     nbytes = [[rows * sum(widths) for rows in row] for row in sizes]
     every = torch.cat(link.carrier.all_to_all_uneven(pieces, nbytes)).view(-1, sum(widths))
     columns = every.split(widths, 1)
-    return tuple(
+    given = tuple(
         column.contiguous().view(each.dtype).view(len(every), *each.shape[1:])
         for column, each in zip(columns, tensors, strict=True)
     )
+    if not link.carrier.alike:
+        return given
+    # What a token chooses has values in a plan of memory, and its bytes have none.
+    kept = [each.split(list(sizes[link.rank]))[link.rank] for each in tensors]
+    pairs = zip(given, kept, strict=True)
+    return tuple(each if each.is_floating_point() else torch.cat([own] * link.world) for each, own in pairs)

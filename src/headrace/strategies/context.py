@@ -288,6 +288,7 @@ class ModelProbe:
 
     The module must stay as it is. `measure` measures its layers on this machine, once for all processes of the run;
     `sample` returns a batch of the training data's first two examples, of which the model takes `inputs`, as in `Job`.
+    `tries` is whether what the model computes can be compared: in a plan of memory tensors have no values.
     """
 
     module: nn.Module
@@ -298,3 +299,4 @@ class ModelProbe:
     inputs: Any = None
     clip_norm: float | None = None
     accumulate: int = 1
+    tries: bool = True

@@ -105,7 +105,8 @@ class ExpertParallel(Strategy):
                 "mirrored, or Options(clip_norm=..., clip_value=...)"
             )
         refuse_kept(probe.module)
-        verify(probe.module, self.experts, probe.sample(), probe.inputs, probe.accumulate)
+        if probe.tries:
+            verify(probe.module, self.experts, probe.sample(), probe.inputs, probe.accumulate)
         return replace(model, experts=experts_of(found))
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:

@@ -18,6 +18,8 @@ from headrace.api.memory.planning import plan_memory
 from headrace.cli import run
 from headrace.errors import JobError, UsageError
 from headrace.report.format import byte_count
+from headrace.spec.events import WorkerEnded
+from strategies.mixtures import OwnStacked, Routed, read
 from training.block_state import BLOCK, Blockwise
 from training.odd_optimizers import Written
 
@@ -117,6 +119,19 @@ def test_a_sharded_worker_holds_its_part() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mixture", [Routed, OwnStacked])
+def test_a_worker_holds_its_experts_and_the_rest(mixture: Callable[[], nn.Module]) -> None:
+    """As many bytes as the workers of a run say that they hold; of a router's choice it is said what is assumed."""
+    strategy = hr.Hybrid(hr.Mirrored(1), hr.ExpertParallel(2))
+    plan = plan_memory(read(mixture), strategy, choices=False)
+    run = hr.fit(read(mixture), strategy, engine=hr.ThreadEngine(), device="cpu", check=False)
+    ended = [event for event in run.events if isinstance(event, WorkerEnded)]
+    assert plan.memory.parameters == max(event.parameter_bytes for event in ended)
+    assert plan.memory.state == pytest.approx(max(event.optimizer_bytes for event in ended), rel=0.02)
+    assert "assumed: a router chooses each expert as often as the others" in str(plan)
+    assert "assumed" not in str(plan_memory(job(), "one_device", choices=False))
+
+
 def test_choices_are_beside_what_was_asked_for() -> None:
     plan = hr.summary(job(), hr.Mirrored(2))
     assert isinstance(plan, hr.MemoryPlan)

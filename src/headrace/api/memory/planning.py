@@ -127,7 +127,8 @@ class _Planning:
             model = describe(module, found.sliceable)
             model = replace(model, copies=2 + found.kept, optimizer=found.needs)
             size, clip = job.global_batch_size, job.options.clip_norm
-            probe = ModelProbe(module, size, self._cluster, _no_stages, partial(sample_of, job), job.inputs, clip)
+            given = module, size, self._cluster, _no_stages, partial(sample_of, job), job.inputs, clip
+            probe = ModelProbe(*given, tries=False)
             return strategy.inspect_model(model, probe)
 
 

@@ -42,9 +42,10 @@ class DividedTensors(Collective):
         incoming = [0 if rank == self.rank else row[self.rank] for rank, row in enumerate(sizes)]
         sent = torch.cat([own[:0], *(piece for rank, piece in enumerate(pieces) if rank != self.rank)])
         given = own.new_empty(sum(incoming))
-        if any(size for s, row in enumerate(sizes) for t, size in enumerate(row) if s != t):
+        if every := sum(size for s, row in enumerate(sizes) for t, size in enumerate(row) if s != t):
             exchange, options = self._backend.alltoall_base, dist.AllToAllOptions()
-            self._call(b"all_to_all", sent, exchange, given, sent, incoming, outgoing, options)()
+            # Each rank sends others; what all together send is the same on all.
+            self._call(b"all_to_all", sent, exchange, given, sent, incoming, outgoing, options, nbytes=every)()
         self.moved_bytes += len(sent) + len(given)
         parts = given.split(incoming)
         return [own if rank == self.rank else part for rank, part in enumerate(parts)]
@@ -66,10 +67,15 @@ class DividedTensors(Collective):
     def _gather_into(self, name: bytes, every: Tensor, own: Tensor) -> None:
         self._call(name, own, internals.gather_into(self._backend), every.view(-1), own)()
 
-    def _call(self, name: bytes, tensor: Tensor, verb: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
-        """Begins a collective; returns what waits for it, on the device where its backend can."""
+    def _call(
+        self, name: bytes, tensor: Tensor, verb: Callable[..., Any], *arguments: Any, nbytes: int | None = None
+    ) -> Callable[[], None]:
+        """Begins a collective; returns what waits for it, on the device where its backend can.
+
+        `nbytes` is what all ranks must call it with, where that is not the size of the tensor.
+        """
         log = self._log
-        log.begin(name, tensor.nbytes, tensor.dtype)
+        log.begin(name, tensor.nbytes if nbytes is None else nbytes, tensor.dtype)
         with log.explaining():
             work = verb(*arguments)
         log.follow(work)

@@ -24,6 +24,8 @@ class _Endless:
 class OneOfGroup(ProcessGroup):
     """Rank `rank` of `world`; `shared` returns memory that all of them see, of so many bytes."""
 
+    alike = True
+
     def __init__(self, rank: int, world: int, shared: Callable[[int], Tensor]) -> None:
         self.rank = rank
         self.world = world
@@ -50,6 +52,11 @@ class OneOfGroup(ProcessGroup):
     def gather(self, tensor: Tensor) -> Tensor:
         self.all_reduce(tensor)
         return tensor.expand(self.world, len(tensor)).clone()
+
+    def all_to_all_uneven(self, pieces: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+        self.all_reduce(pieces[self.rank])
+        own = pieces[self.rank]
+        return [own if rank == self.rank else own.new_empty(row[self.rank]) for rank, row in enumerate(sizes)]
 
     def sum(self, values: Sequence[float]) -> list[float]:
         return [value * self.world for value in values]

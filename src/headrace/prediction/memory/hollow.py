@@ -25,6 +25,8 @@ from headrace.trees import Wrapper, map_tensors, tensors_of
 
 _COMPUTED_BYTES = 1 << 20
 """Up to so many, what has no hollow tensor in it and is no floating-point number is computed."""
+_CHOOSES = {"topk", "argmax", "max"}
+"""By which a router chooses experts: the places that they give are computed, as if it chose all of them in turn."""
 _ASKED = {"_local_scalar_dense", "item", "is_nonzero"}
 """Operations whose result is a number of Python."""
 
@@ -35,6 +37,7 @@ class HollowMemory(internals.TorchDispatchMode):
 
     Attributes:
         peak_bytes, peak_step: the most that lived at once since `restart`, and after which operation.
+        assumes: whether `topk` has chosen among tensors without values.
     """
 
     def __init__(self) -> None:
@@ -43,6 +46,7 @@ class HollowMemory(internals.TorchDispatchMode):
         self._resized: list[_Storage] = []
         self._total = 0
         self._shared: set[int] = set()
+        self.assumes = False
         self.restart()
 
     def restart(self, step: int = -1, look: Callable[[], object] = lambda: None) -> None:
@@ -85,8 +89,12 @@ class HollowMemory(internals.TorchDispatchMode):
             hollow = any(map(_is_value, tensors_of(made)))
             if not hollow:
                 made = func(*args, **kwargs)
+        name = func.__name__.partition(".")[0]
+        if hollow and name in _CHOOSES:
+            made = map_tensors(lambda each: _in_turn(each, internals.schema(func), args, kwargs), made)
+            self.assumes = self.assumes or name == "topk"
         for each in tensors_of(made):
-            self._note(each, hollow)
+            self._note(each, hollow and (name not in _CHOOSES or each.is_floating_point()))
         self._look()
         return made
 
@@ -213,6 +221,17 @@ def _written(schema: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     if not schema.returns:
         return None
     return out[0] if len(schema.returns) == 1 else tuple(out)
+
+
+def _in_turn(places: Tensor, schema: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    """Returns which places along a dim are chosen, if each is as often as another; values stay as they are."""
+    named = dict(zip([each.name for each in schema.arguments], args, strict=False)) | dict(kwargs)
+    among, dim = named["self"], named.get("dim", -1)
+    if places.dtype != torch.int64 or dim is None or not among.dim():
+        return places
+    same = places.dim() == among.dim()
+    chosen = torch.arange(places.numel()).remainder_(among.shape[dim])
+    return chosen.view(places.movedim(dim, -1).shape).movedim(-1, dim) if same else chosen.view(places.shape)
 
 
 def _number(tensor: Tensor) -> Any:

@@ -69,6 +69,8 @@ class MemoryPlan:
             yield f"{least} needs least: {byte_count(saved)} less ({saved / self.peak:.0%})."
         for name, why in self.impossible.items():
             yield f"{name}: {why}"
+        if self.memory.routed:
+            yield "assumed: a router chooses each expert as often as the others"
         yield "Python and torch themselves, and what kernels take for a moment, come on top."
 
 

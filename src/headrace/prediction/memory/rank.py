@@ -50,6 +50,7 @@ class RankMemory:
         batch: its share of the batch, once.
         start: the most before the first round, all together.
         end: when the trained model is written, all together.
+        routed: whether a router chose, which was taken to choose each expert as often as the others.
     """
 
     parameters: int = 0
@@ -62,6 +63,7 @@ class RankMemory:
     batch: int = 0
     start: int = 0
     end: int = 0
+    routed: bool = False
 
     @property
     def peak(self) -> int:
@@ -115,7 +117,8 @@ class HollowRank:
             _step(replica, share, _ROUNDS)
             memory.restart()
             self._leave(replica, group)
-            return RankMemory(**found, start=start, end=max(sum(memory.living().values()), memory.peak_bytes))
+            end = max(sum(memory.living().values()), memory.peak_bytes)
+            return RankMemory(**found, start=start, end=end, routed=memory.assumes)
 
     def _leave(self, replica: Replica, group: ProcessGroup) -> None:
         """Does what a worker does at the end, up to writing the model."""
