@@ -22,6 +22,7 @@ from harness import alternate, ratio, report, rival
 from stack import EXAMPLES_A_WORKER, block_bytes, stack
 
 OURS, THEIRS = "headrace", "torch fully_shard over gloo"
+OURS_2D, THEIRS_2D = "headrace, 2 x 2", "torch fully_shard and parallelize_module, 2 x 2"
 WORKERS = 4
 
 
@@ -32,7 +33,7 @@ def train(told: Path, worker: hr.Worker) -> None:
             began = perf_counter()
         worker.step(batch)
         if worker.rank == 0 and worker.round == worker.rounds - 1:
-            rate = worker.world * EXAMPLES_A_WORKER * (worker.rounds - 3) / (perf_counter() - began)
+            rate = WORKERS * EXAMPLES_A_WORKER * (worker.rounds - 3) / (perf_counter() - began)
             told.write_text(str(rate))
 
 
@@ -52,10 +53,10 @@ def run(strategy: hr.Strategy, width: int, steps: int, engine: LocalEngine, fold
     )
 
 
-def rate(engine: LocalEngine, width: int, steps: int) -> float:
+def rate(strategy: hr.Strategy, engine: LocalEngine, width: int, steps: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder, "rate")
-        run(hr.FullySharded(WORKERS), width, steps, engine, Path(folder), told)
+        run(strategy, width, steps, engine, Path(folder), told)
         return float(told.read_text())
 
 
@@ -79,12 +80,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--widths", type=int, nargs="+", default=[256, 768])
     arguments = parser.parse_args()
+    two_dimensions = hr.Hybrid(hr.FullySharded(2), hr.TensorParallel(2))
     for width in arguments.widths:
         with LocalEngine() as engine:
             figures = alternate(
                 {
-                    OURS: partial(rate, engine, width, arguments.steps),
+                    OURS: partial(rate, hr.FullySharded(WORKERS), engine, width, arguments.steps),
                     THEIRS: partial(rival, "torch_fully_shard", str(WORKERS), str(width), str(arguments.seconds)),
+                    OURS_2D: partial(rate, two_dimensions, engine, width, arguments.steps),
+                    THEIRS_2D: partial(
+                        rival, "torch_fully_shard", str(WORKERS), str(width), str(arguments.seconds), "2"
+                    ),
                 },
                 arguments.rounds,
             )
@@ -94,7 +100,7 @@ def main() -> None:
             f"width-{width}",
             "examples/s",
             figures,
-            {f"{OURS} / {THEIRS}": ratio(figures, OURS, THEIRS)},
+            {f"{a} / {b}": ratio(figures, a, b) for a, b in ((OURS, THEIRS), (OURS_2D, THEIRS_2D))},
         )
         memory = {
             "a worker: parameters, gradients, state": [sharded[0]],

@@ -31,6 +31,7 @@ from headrace.policies.roles import threads_per_worker
 from headrace.prediction.profiling.origin import digest_of, origin_here
 from headrace.prediction.profiling.passes import BatchPasses, accumulation_s, measure_passes
 from headrace.prediction.profiling.slices import sliced_profile
+from headrace.prediction.profiling.traffic import traffic_of
 from headrace.report.model.training import WARM_UP_STEPS
 from headrace.spec.compute import BatchProfile, ComputeProfile, LayerSpec, SlicedProfile
 from headrace.spec.events import Stepped, WorkerEnded
@@ -46,14 +47,12 @@ from headrace.worker.session import objective_of
 
 BATCH_SIZES = (1, 4, 16)
 """That are measured besides the job's own."""
-_SAMPLED = 2
+_SAMPLED, _TRIES = 2, 2
 _SLICES = (2, 4, 8)
 """Devices over which layers are divided on trial."""
-_TRIES = 2
 _TURNS, _TURN = 3, 0.5
 """How often workers side by side and one alone are measured, and the part of a measurement that each takes."""
-_QUICKEST = 3
-_LEAST_STEPS, _MOST_STEPS = 20, 2000
+_QUICKEST, _LEAST_STEPS, _MOST_STEPS = 3, 20, 2000
 
 
 @dataclass(frozen=True)
@@ -118,8 +117,7 @@ def profile(
     info = inspect_job(job)
     one_optimizer(job.optimizer, "a profile")
     check_name(device, AUTO)
-    kind = detect(device).device
-    check_options(job.options, kind)
+    check_options(job.options, kind := detect(device).device)
     own = _own_size(job)
     measuring = _Measuring(info, kind, threads or cores(), seconds, engine, say)
     compute, passes = _measured_sizes(measuring, sorted({own, *(size for size in batch_sizes if size < own)}), say)
@@ -131,6 +129,7 @@ def profile(
         flops_per_example=passes.forward_flops / own,
         origin={**origin_here(kind), **identity(info), **measuring.disturbed},
         slices=measuring.slices(),
+        traffic=traffic_of(info.module, *measuring.sample),
     )
 
 
@@ -249,6 +248,7 @@ class _Measuring:
         self._autocast = HALF.get(info.job.options.precision)
         self._has_layers = True
         self.disturbed: dict[str, str] = {}
+        self.sample = first_batch(info.job, _SAMPLED), info.job.inputs
 
     def passes(self, size: int) -> BatchPasses:
         """Measures forward and backward of the whole model."""
@@ -365,8 +365,7 @@ class _Measuring:
                 break
             self._say(f"slices for {devices} devices")
             try:
-                batch, inputs = first_batch(self._info.job, _SAMPLED), self._info.job.inputs
-                found.append(sliced_profile(self._info.module, batch, inputs, devices))
+                found.append(sliced_profile(self._info.module, *self.sample, devices))
             except HeadraceError as error:
                 self._say(f"tensor parallelism is not predicted: {error}")
                 break

@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -40,12 +40,17 @@ class LeftOut:
         return original(logits, *args, **kwargs) * 0
 
 
-@contextmanager
-def without_router_loss(module: nn.Module) -> Iterator[None]:
+def without_router_loss(module: nn.Module) -> AbstractContextManager[None]:
     """Leaves the router's loss of transformers out of what a model computes in this thread."""
+    return with_router_loss(module, LeftOut())
+
+
+@contextmanager
+def with_router_loss(module: nn.Module, loss: RouterLoss) -> Iterator[None]:
+    """Calls another loss in the place of the router's loss of transformers, in this thread."""
     for place in _places(module):
         _replace(place)
-    before = _enter(LeftOut())
+    before = _enter(loss)
     try:
         yield
     finally:

@@ -2,7 +2,8 @@
 
     exchange     what replicas do with each other: a `GradientSum`, `ParameterMean`, `NeighbourMean` or
                  `ServerTerms`; None where each trains alone
-    division     what holds one replica: a pipeline's `Stages`, or `Slices` of layers; None for one device
+    division     what holds one replica: a pipeline's `Stages`, `Slices` of layers, or a `RingOfTokens`; None for one
+                 device
 
 Numbers are those of as many workers as the strategy was asked for: `Strategy.behave`.
 """
@@ -130,17 +131,26 @@ class Slices:
 
 
 @dataclass(frozen=True)
+class RingOfTokens:
+    """Each sequence is divided over so many devices, whose keys and values go around among them."""
+
+    devices: int
+
+
+@dataclass(frozen=True)
 class Behaviour:
     """What workers do.
 
     Attributes:
+        experts: over how many workers the experts of a replica are divided, each of which has a share of its own.
         notes: what a simulation leaves out.
         not_simulated: why it cannot be simulated, and the remedy; "" where it can.
         not_rehearsed: why it cannot be trained in virtual time, and the remedy.
     """
 
     exchange: GradientSum | ParameterMean | NeighbourMean | ServerTerms | None = None
-    division: Stages | Slices | None = None
+    division: Stages | Slices | RingOfTokens | None = None
+    experts: int = 1
     notes: tuple[str, ...] = ()
     not_simulated: str = ""
     not_rehearsed: str = ""

@@ -61,6 +61,41 @@ class BatchProfile:
 
 
 @dataclass(frozen=True)
+class ExpertTraffic:
+    """What goes to the experts of a layer where they are divided.
+
+    Attributes:
+        count, chosen: how many there are, and how many of them a row goes to.
+        rows: of one example.
+        row_bytes: of a row there and back, and of the gradients of both.
+        parameter_bytes: of all trained parameters of the experts.
+    """
+
+    count: int
+    chosen: int
+    rows: float
+    row_bytes: int
+    parameter_bytes: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What of a model travels between workers that divide it otherwise than by layers, as one forward pass has shown.
+
+    Attributes:
+        rest_bytes: of the parameters that belong to no block: sharded workers gather them once in a step.
+        attended_bytes: of keys and values of all attention, of one example.
+        experts: of each layer that has some.
+        routed_bytes: of the outputs that a router's loss is made of, of one example.
+    """
+
+    rest_bytes: int = 0
+    attended_bytes: float = 0.0
+    experts: tuple[ExpertTraffic, ...] = ()
+    routed_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
 class SlicedProfile:
     """What tensor parallelism makes of a model on so many devices, as its layout was tried.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.registry import imported
-from headrace.spec.compute import ComputeProfile, ExpertSpec, LayerSpec, SlicedProfile, StepsToGoal, TokenUse
+from headrace.spec.compute import ComputeProfile, ExpertSpec, LayerSpec, SlicedProfile, StepsToGoal, TokenUse, Traffic
 from headrace.spec.embedding import TableSpec
 from headrace.spec.plain import to_plain
 
@@ -130,6 +130,7 @@ class ModelSpec:
         tokens: what forward does with the tokens of a sequence; only for strategies that divide sequences.
         slices: what tensor parallelism makes of it on so many devices, by number of devices; () where it was not tried.
         experts: the parameters of experts, by name; only for strategies that divide these.
+        traffic: what workers that divide sequences, experts or parameters exchange in a step; None where not counted.
         to_goal: how many steps its job takes to a goal; None where that was not measured.
 
     Examples:
@@ -153,6 +154,7 @@ class ModelSpec:
     tokens: TokenUse | None = None
     slices: tuple[SlicedProfile, ...] = ()
     experts: Mapping[str, ExpertSpec] = field(default_factory=dict)
+    traffic: Traffic | None = None
     to_goal: StepsToGoal | None = None
 
     @property

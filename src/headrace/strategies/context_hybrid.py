@@ -14,6 +14,7 @@ from dataclasses import replace
 from math import prod
 
 from headrace.errors import UsageError
+from headrace.policies.behaviour import Behaviour, RingOfTokens
 from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -21,7 +22,7 @@ from headrace.spec.plan import Plan
 from headrace.strategies.checks import refuse_random
 from headrace.strategies.context import WorkerContext, among
 from headrace.strategies.context_parallel import ContextParallel, divide, in_ring, with_rings
-from headrace.strategies.fully_sharded import FullySharded, sharded_plan
+from headrace.strategies.fully_sharded import FullySharded, sharded_plan, sums_of
 from headrace.strategies.hybrid_ranks import RankGroups
 from headrace.strategies.mirrored import Mirrored, summed_by_all
 from headrace.strategies.strategy import Strategy
@@ -58,6 +59,15 @@ def ring_plan(
         plan = data_parallel_plan(name, options, prod(counts), model, cluster, copies=(3, 1), spread=True)
     refuse_random(name, model, plan)
     return with_rings(plan, counts[3])
+
+
+def ring_behaviour(levels: Sequence[Strategy], count: int, ranks: int) -> Behaviour:
+    """Returns what `count` workers do of which so many `ranks` have a ring."""
+    outer, sharded = levels[0].behave(count), next((each for each in levels if isinstance(each, FullySharded)), None)
+    if sharded is not None:
+        mirrors = levels[0].workers or 1 if isinstance(levels[0], Mirrored) else 1
+        outer = Behaviour(sums_of(sharded, count // mirrors))
+    return replace(outer, division=RingOfTokens(ranks))
 
 
 def ring_replica(levels: Sequence[Strategy], plan: Plan, groups: RankGroups, context: WorkerContext) -> Replica:

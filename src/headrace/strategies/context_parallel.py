@@ -23,7 +23,7 @@ from headrace.context_parallel.ring import ring_of
 from headrace.devices import HOST
 from headrace.errors import UsageError
 from headrace.hooks import hooked_parameters
-from headrace.policies.behaviour import Behaviour
+from headrace.policies.behaviour import Behaviour, GradientSum, RingOfTokens
 from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.compute import TokenUse
@@ -107,7 +107,7 @@ class ContextParallel(Strategy):
         return with_rings(plan, plan.workers)
 
     def behave(self, workers: int) -> Behaviour:
-        return replace(super().behave(workers), not_rehearsed=refuse_parts(self.equals_one_device))
+        return Behaviour(GradientSum(), RingOfTokens(workers), not_rehearsed=refuse_parts(self.equals_one_device))
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         # Gradients leave after backward, in which attention exchanges keys and values.

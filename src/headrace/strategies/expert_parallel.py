@@ -24,7 +24,7 @@ from headrace.expert_parallel.finding import AUTO, experts_of, find_experts, req
 from headrace.expert_parallel.placement import by_experts
 from headrace.fully_sharded.units import refuse_kept
 from headrace.hooks import hooked_parameters
-from headrace.policies.behaviour import Behaviour
+from headrace.policies.behaviour import Behaviour, GradientSum
 from headrace.policies.roles import data_parallel_plan, require_memory
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -113,7 +113,7 @@ class ExpertParallel(Strategy):
         return expert_plan(self.name, describe_options(self), self.workers, model, cluster)
 
     def behave(self, workers: int) -> Behaviour:
-        return replace(super().behave(workers), not_rehearsed=refuse_parts(self.equals_one_device))
+        return Behaviour(GradientSum(), experts=workers, not_rehearsed=refuse_parts(self.equals_one_device))
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         return self.among(context, context.group, context.device_group())

@@ -40,7 +40,7 @@ from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.plan import EVERY_WORKER, Plan, ProcessCounts, Role
 from headrace.strategies.checks import refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext, among, total_of
-from headrace.strategies.context_hybrid import ring_plan, ring_replica
+from headrace.strategies.context_hybrid import ring_behaviour, ring_plan, ring_replica
 from headrace.strategies.context_parallel import ContextParallel
 from headrace.strategies.expert_hybrid import expert_replica
 from headrace.strategies.expert_parallel import ExpertParallel, expert_plan
@@ -209,6 +209,13 @@ class Hybrid(ServedStrategy):
                     not_simulated=f"a hybrid with {each.name} cannot be simulated; use one without it",
                     not_rehearsed=refuse_parts(self.equals_one_device),
                 )
+        no_rehearsal = refuse_parts(self.equals_one_device)
+        if isinstance(levels_of(self)[-1], ContextParallel | ExpertParallel):
+            known = prod(_count_of(each) or 1 for each in levels_of(self)[:-1])
+            inner = _count_of(levels_of(self)[-1]) or max(1, workers // known)
+            if isinstance(self.inner, ExpertParallel):
+                return replace(self.inner.behave(inner), not_rehearsed=no_rehearsal)
+            return replace(ring_behaviour(levels_of(self), workers, inner), not_rehearsed=no_rehearsal)
         data, sharded, pipeline, tensor = by_kind(levels_of(self))
         stages, slices = (_count_of(each) or 1 if each else 1 for each in (pipeline, tensor))
         groups = max(1, workers // (stages * slices))
@@ -223,7 +230,7 @@ class Hybrid(ServedStrategy):
         if sharded:
             parts = _count_of(sharded) or max(1, groups // (_count_of(data) or 1 if data else 1))
             behaviour = Behaviour(sums_of(sharded, parts, stages=pipeline is not None))
-        return replace(behaviour, division=division, not_rehearsed=refuse_parts(self.equals_one_device))
+        return replace(behaviour, division=division, not_rehearsed=no_rehearsal)
 
     def _roles(self, cluster: Cluster, count: int) -> tuple[Role, ...]:
         if isinstance(self.outer, Served):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import headrace as hr
 from headrace.spec.cluster import Cluster, Host
@@ -19,21 +20,25 @@ BATCH = 16
 STEPS = (4, 12)
 
 CHOSEN = {
+    "attending ring": hr.ContextParallel(2),
     "averaging": hr.ParameterAveraging(3, period=2),
     "averaging pipelines": hr.Hybrid(hr.ParameterAveraging(2, 2), hr.Pipeline(2, micro_batches=2)),
     "central storage": hr.CentralStorage(2),
     "downpour": hr.Downpour(1, servers=1, push_every=2, fetch_every=2, overlap=False),
     "four levels": hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2), hr.Pipeline(2, micro_batches=2), hr.TensorParallel(2)),
+    "experts": hr.ExpertParallel(2),
     "fully sharded": hr.FullySharded(4),
     "fully sharded, kept": hr.FullySharded(2, reshard_after_forward=False),
     "gossip": hr.Gossip(3),
     "mirrored": hr.Mirrored(3),
+    "mirrored experts": hr.Hybrid(hr.Mirrored(2), hr.ExpertParallel(2)),
     "mirrored pipelines": hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2, micro_batches=2)),
     "mirrored slices": hr.Hybrid(hr.Mirrored(2), hr.TensorParallel(2)),
     "one device": hr.OneDevice(),
     "parameter server": hr.ParameterServer(2, servers=1, staleness_bound=0),
     "pipeline": hr.Pipeline(2, micro_batches=4),
     "sharded replicas": hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2)),
+    "sharded rings": hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2), hr.ContextParallel(2)),
     "sharded slices": hr.Hybrid(hr.FullySharded(2), hr.TensorParallel(2)),
     "sharded stages": hr.Hybrid(hr.FullySharded(2), hr.Pipeline(2, micro_batches=2)),
     "sliced stages": hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2, micro_batches=2), hr.TensorParallel(2)),
@@ -41,7 +46,17 @@ CHOSEN = {
     "unconnected": hr.Unconnected(2),
 }
 USUAL = (
-    *("averaging", "central storage", "downpour", "fully sharded", "gossip", "mirrored", "mirrored slices"),
+    *(
+        "attending ring",
+        "averaging",
+        "central storage",
+        "downpour",
+        "experts",
+        "fully sharded",
+        "gossip",
+        "mirrored",
+        "mirrored slices",
+    ),
     *("parameter server", "pipeline", "tensor parallel"),
 )
 """What the usual run has: each way to exchange, and one hybrid. Others' bytes are sums of those of their levels."""
@@ -53,26 +68,71 @@ def model() -> nn.Module:
     return nn.Sequential(*wide, nn.Linear(256, 128))
 
 
-def job(steps: int) -> hr.Job:
+class Attending(nn.Module):
+    """Reads 8 tokens of 32 numbers, and has layers that are no blocks; `mixture` takes the place of linear layers."""
+
+    def __init__(self, mixture: bool) -> None:
+        super().__init__()
+        self.mixed, self.head = nn.Linear(32, 96), nn.Linear(32, 128)
+        self.blocks = nn.Sequential(Routed(mixture), Routed(mixture))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.mixed(x).chunk(3, -1)
+        seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.head(self.blocks(seen))
+
+
+class Routed(nn.Module):
+    """Sends each token to two of four experts, which follow from its place."""
+
+    def __init__(self, mixture: bool) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(4 if mixture else 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.experts) < 2:
+            return x + self.experts[0](x)
+        made = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            places = [number, (number + 1) % 4, 4 + number, 4 + (number + 1) % 4]
+            made = made.index_add(1, torch.tensor(places), expert(x[:, places]))
+        return x + made
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "attending ring": functools.partial(Attending, False),
+    "experts": functools.partial(Attending, True),
+    "mirrored experts": functools.partial(Attending, True),
+    "sharded rings": functools.partial(Attending, False),
+}
+"""Of strategies that divide something that the other model does not have."""
+
+
+def job(steps: int, name: str = "") -> hr.Job:
     inputs = torch.randn(4 * BATCH, 256, generator=torch.Generator().manual_seed(0))
+    labels, task = torch.arange(4 * BATCH) % 128, hr.tasks.multiclass(128)
+    if name in MODELS:
+        inputs, labels = inputs.unflatten(1, (8, 32)), labels[:, None].expand(-1, 8).contiguous()
+        task = hr.tasks.language_model(shifted=False)
     return hr.Job(
-        model=model,
-        loss=nn.functional.cross_entropy,
+        model=MODELS.get(name, model),
+        task=task,
         optimizer=functools.partial(torch.optim.SGD, lr=0.01),
-        data=hr.data.from_arrays(inputs, torch.arange(4 * BATCH) % 128),
+        data=hr.data.from_arrays(inputs, labels),
         global_batch_size=BATCH,
         steps=steps,
     )
 
 
-@pytest.fixture(scope="module")
-def profile() -> ModelSpec:
-    return hr.profile(job(4), batch_sizes=[], seconds=0.01)
+@functools.cache
+def profiled(name: str) -> ModelSpec:
+    return hr.profile(job(4, name), batch_sizes=[], seconds=0.01)
 
 
-def counted(strategy: hr.Strategy, steps: int, run_dir: Path) -> float:
+def counted(name: str, steps: int, run_dir: Path) -> float:
     """Returns the bytes of a rank of a run, on average."""
-    run = hr.fit(job(steps), strategy, run_dir=run_dir, checkpoints=False, check=False)
+    strategy = CHOSEN[name]
+    run = hr.fit(job(steps, name), strategy, run_dir=run_dir, checkpoints=False, check=False)
     return mean(event.moved_bytes for event in run.events if isinstance(event, WorkerEnded))
 
 
@@ -81,10 +141,10 @@ def counted(strategy: hr.Strategy, steps: int, run_dir: Path) -> float:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full] * (name not in USUAL)) for name in sorted(CHOSEN)]
 )
-def test_bytes_of_a_step_are_those_that_ranks_count(name: str, profile: ModelSpec, tmp_path: Path) -> None:
-    strategy = CHOSEN[name]
+def test_bytes_of_a_step_are_those_that_ranks_count(name: str, tmp_path: Path) -> None:
+    strategy, profile = CHOSEN[name], profiled(name if name in MODELS else "")
     # What ranks exchange before the first step and after the last is not a step's.
-    few, many = (counted(strategy, steps, tmp_path / str(steps)) for steps in STEPS)
+    few, many = (counted(name, steps, tmp_path / str(steps)) for steps in STEPS)
     cluster = Cluster((Host("here", 16, 64_000_000_000),))
     predicted = hr.simulate(
         profile, cluster, strategy, global_batch_size=BATCH, assumptions=hr.Assumptions(steps=STEPS[1] - STEPS[0])

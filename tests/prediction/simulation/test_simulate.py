@@ -16,6 +16,7 @@ from headrace.prediction.simulation.memory import device_bytes
 from headrace.prediction.simulation.simulate import scene_of
 from headrace.report.model.summary import summarize
 from headrace.spec.cluster import Cluster, Host, Link
+from headrace.spec.compute import ExpertTraffic, Traffic
 from headrace.spec.model import ModelSpec
 from headrace.strategies import STRATEGIES
 from prediction.simulation.scenes import QUICK, gpus, model, run
@@ -208,27 +209,51 @@ def test_the_seed_decides(strategy: hr.Strategy) -> None:
 
 
 def test_every_strategy_can_be_simulated() -> None:
-    """But for three: how often a line search computes the loss depends on data, for one."""
-    refused = ("context_parallel", "expert_parallel", "sandblaster", "tpu")
+    """But for two: how often a line search computes the loss depends on data, for one."""
+    refused = ("sandblaster", "tpu")
     for name in refused:
         with pytest.raises(UsageError, match=f"{name} cannot be simulated"):
             run(STRATEGIES[name]())
-    with pytest.raises(UsageError, match="a hybrid with context_parallel cannot be simulated"):
-        run(hr.Hybrid(hr.Mirrored(2), hr.ContextParallel(2)))
+    for strategy in (hr.ContextParallel(4), hr.ExpertParallel(4)):
+        with pytest.raises(UsageError, match=r"the model's file does not say what goes to .*; profile the model"):
+            run(strategy)
     chosen = {
         **{name: kind() for name, kind in STRATEGIES.items() if name not in ("hybrid", *refused)},
         "hybrid": hr.Hybrid(hr.Mirrored(workers=2), hr.Pipeline(stages=2)),
         "sharded replicas": hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2)),
         "sharded stages": hr.Hybrid(hr.FullySharded(2), hr.Pipeline(stages=2)),
         "sliced stages": hr.Hybrid(hr.Pipeline(stages=2), hr.TensorParallel(2)),
+        "rings": hr.Hybrid(hr.FullySharded(2), hr.ContextParallel(2)),
+        "mirrored experts": hr.Hybrid(hr.Mirrored(2), hr.ExpertParallel(2)),
     }
+    known = replace(model(1, layers=True), traffic=Traffic(0, 1e6, (ExpertTraffic(8, 2, 10.0, 4096, 500_000),)))
     for name, strategy in chosen.items():
         cluster = gpus(1, 4) if strategy.one_host else gpus(4)
         if name in ("parameter_server", "downpour"):
             strategy = replace(strategy, workers=3)
-        prediction = run(strategy, cluster, model=model(1, layers=True))
+        prediction = run(strategy, cluster, model=known)
         assert prediction.examples_per_s > 0, name
         assert sum(prediction.shares.values()) == pytest.approx(1, abs=0.02), name
+
+
+def test_tokens_go_to_experts_of_other_workers_and_come_back() -> None:
+    # 100 MB of parameters, of which 80 belong to 8 experts; of a row's 2 experts none is among another worker's 2 of 8
+    # in 15 of 28 cases, so that it goes to 3 * 13 / 28 others.
+    known = replace(model(), traffic=Traffic(experts=(ExpertTraffic(8, 2, 1000.0, 4096, 80_000_000),)))
+    prediction = run(hr.ExpertParallel(4), model=known, examples=32)
+    tokens = 2 * 8 * 1000 * 3 * 13 / 28 * 4096
+    assert prediction.moved_bytes == pytest.approx(2 * 1.5 * 20e6 + tokens)
+    assert prediction.memory_bytes < run(hr.Mirrored(4), model=known, examples=32).memory_bytes
+    assert any("each expert as often as to the others" in note for note in prediction.notes)
+
+
+def test_keys_and_values_go_around_a_ring() -> None:
+    known = replace(model(), traffic=Traffic(attended_bytes=4e6))
+    prediction = run(hr.ContextParallel(4), model=known, examples=8)
+    # Gradients of all, and of 8 examples a fourth of the keys and values: forward 3 times, backward 3 + 4 times.
+    assert prediction.moved_bytes == pytest.approx(2 * 1.5 * 100e6 + 2 * (3 + 3 + 4) * 8 * 1e6)
+    # Each computes a fourth of 30 ms, and sends 80 MB meanwhile and 150 MB then, at 1 GB/s.
+    assert prediction.step_s == pytest.approx(0.030 / 4 + 0.080 + 0.150 + 0.002)
 
 
 def test_threads_that_a_host_lacks_make_cpu_workers_slower() -> None:

@@ -73,5 +73,4 @@ class OneOfGroup(ProcessGroup):
     def share_one(self, nbytes: int) -> Tensor:
         return self._shared(nbytes)
 
-    def close(self) -> None:
-        """Releases nothing."""
+    close = barrier

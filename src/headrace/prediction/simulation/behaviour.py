@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from headrace.errors import UsageError
-from headrace.policies.behaviour import GradientSum, NeighbourMean, ParameterMean, ServerTerms, Stages
+from headrace.policies.behaviour import GradientSum, NeighbourMean, ParameterMean, RingOfTokens, ServerTerms, Stages
 from headrace.policies.period import AutoPeriod, Measured, first_period, first_stretch, next_period, next_stretch
 from headrace.prediction.simulation.network import Way
-from headrace.prediction.simulation.rounds import averaging, by_units, gossip, synchronous
+from headrace.prediction.simulation.rounds import averaging, by_units, gossip, synchronous, without_rest
 from headrace.prediction.simulation.scene import DeviceStep, Scene
 from headrace.prediction.simulation.served import served
 from headrace.prediction.simulation.slices.steps import (
@@ -22,6 +22,7 @@ from headrace.prediction.simulation.slices.steps import (
     sliced_steps,
     with_sums,
 )
+from headrace.prediction.simulation.slices.tokens import around_rings, with_experts
 from headrace.prediction.simulation.staged import gradient_bytes, one_step, slowness, staged, stages_of
 from headrace.prediction.simulation.timeline import Timeline, on_devices, one_after_another
 from headrace.spec.cluster import Host
@@ -42,10 +43,14 @@ def behave(scene: Scene) -> Timeline:
         timeline = _sliced_stages(scene, division)
     elif isinstance(division, Stages):
         timeline = staged(scene, _rounds_between(scene))
+    elif isinstance(division, RingOfTokens):
+        timeline = _in_rings(scene, division.devices)
     elif division:
         timeline = _sliced(scene)
+    elif scene.behaviour.experts > 1:
+        timeline = with_experts(scene, scene.behaviour.experts)
     else:
-        timeline = _whole(scene)
+        timeline = _whole(scene, device_steps(scene, isinstance(exchange, GradientSum) and exchange.by_speed))
     return replace(timeline, notes=(*timeline.notes, *scene.behaviour.notes))
 
 
@@ -58,19 +63,25 @@ def _rounds_between(scene: Scene) -> int:
     return exchange.period
 
 
-def _whole(scene: Scene) -> Timeline:
+def _in_rings(scene: Scene, devices: int) -> Timeline:
+    """Simulates workers that divide sequences: all have the whole model, and sum the gradients of all tokens."""
+    steps, moved = around_rings(scene, devices)
+    timeline = _whole(replace(scene, behaviour=replace(scene.behaviour, division=None)), steps)
+    return replace(timeline, moved_bytes=timeline.moved_bytes + moved)
+
+
+def _whole(scene: Scene, steps: Sequence[DeviceStep]) -> Timeline:
     """Simulates workers that each have the whole model, without servers or with those that average."""
     exchange, algorithm = scene.behaviour.exchange, scene.assumptions.algorithm
     if isinstance(exchange, NeighbourMean):
-        return gossip(scene, device_steps(scene), exchange.topology, exchange.period)
+        return gossip(scene, steps, exchange.topology, exchange.period)
     if isinstance(exchange, ParameterMean):
         if exchange.through:
             return _averaging_servers(scene, exchange, exchange.through)
         way = scene.network.average(scene.hosts, algorithm).part(exchange.sent)
-        return averaging(scene, device_steps(scene), way, exchange.period, exchange.post_local)
+        return averaging(scene, steps, way, exchange.period, exchange.post_local)
     if not isinstance(exchange, GradientSum):
-        return averaging(scene, device_steps(scene), Way(), scene.assumptions.steps, 0)
-    steps = device_steps(scene, exchange.by_speed)
+        return averaging(scene, steps, Way(), scene.assumptions.steps, 0)
     several = len({host.name for host in scene.hosts}) > 1
     overlap = exchange.overlap and (several or scene.cluster.device != "cpu")
     if exchange.parts > 1:
@@ -151,7 +162,7 @@ def _sliced(scene: Scene) -> Timeline:
     else:
         exchange = scene.behaviour.exchange
         parts = exchange.parts if isinstance(exchange, GradientSum) else 1
-        timeline = synchronous(alone, steps, of_slice, overlap=False, parts=parts)
+        timeline = without_rest(alone, synchronous(alone, steps, of_slice, overlap=False, parts=parts))
     return on_devices(with_sums(scene, timeline), devices)
 
 

@@ -5,10 +5,13 @@ The runtime's own part (code, threads, a CUDA context) is not in it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headrace.errors import InfeasiblePlan
-from headrace.policies.behaviour import GradientSum, ParameterMean, ServerTerms, Stages
+from headrace.policies.behaviour import GradientSum, ParameterMean, RingOfTokens, ServerTerms, Stages
 from headrace.prediction.simulation.scene import Scene
 from headrace.prediction.simulation.slices.steps import sliced
+from headrace.prediction.simulation.slices.tokens import held
 from headrace.prediction.simulation.staged import micro_batch, stages_of
 from headrace.spec.cluster import Host
 
@@ -16,6 +19,9 @@ from headrace.spec.cluster import Host
 def device_bytes(scene: Scene) -> int:
     """Returns the bytes of the fullest worker."""
     model, division = scene.model, scene.behaviour.division
+    if isinstance(division, RingOfTokens):
+        # A worker has some tokens of its replica's examples: as much as of so many examples less.
+        return device_bytes(replace(scene, behaviour=replace(scene.behaviour, division=None)))
     trained = model.trainable_bytes
     frozen = model.parameter_bytes - trained
     if isinstance(division, Stages):
@@ -41,7 +47,7 @@ def device_bytes(scene: Scene) -> int:
             + activations // division.devices
             + frozen
         )
-    return frozen + activations + round(trained * _copies(scene))
+    return frozen + activations + round(trained * _copies(scene) * held(scene))
 
 
 def server_bytes(scene: Scene) -> int:

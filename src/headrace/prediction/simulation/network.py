@@ -178,12 +178,15 @@ class Network:
         # All ranks of a replica sum over the others at the same time.
         mates = min(parts, sum(host.name == hosts[0].name for host in hosts[:parts]))
         across = self.all_reduce(hosts[::parts], algorithm, side_by_side * mates).part(1 / parts)
-        moved = (1 + gathers) * (parts - 1) / parts
-        if self.one_memory(hosts):
-            moved = gathers * (1 + 1 / parts) / 2 + 1
+        summed = 1.0 if self.one_memory(hosts) else (parts - 1) / parts
+        moved = summed + gathers * self.gathered(hosts, parts)
         half = (1 + gathers) / 2
         both = Way(half * inside.latency_s, half * inside.s_per_byte, moved if parts > 1 else 0.0)
         return both.then(across)
+
+    def gathered(self, hosts: Sequence[Host], parts: int) -> float:
+        """Returns the part of the bytes that a rank sends where so many gather them once."""
+        return (1 + 1 / parts) / 2 if self.one_memory(hosts) else (parts - 1) / parts
 
     def _slowest(self, hosts: Sequence[Host], side_by_side: int) -> Way:
         """Returns the slowest way of a ring of hosts."""

@@ -92,7 +92,16 @@ def by_units(scene: Scene, steps: Sequence[DeviceStep], way: Way, overlap: bool)
     update_s = times.update_s / parts
     ended = np.cumsum(done + update_s.max(axis=1))
     timeline = of_rounds(np.broadcast_to(ended[:, None], computed.shape), computed, done[:, None] - computed, update_s)
-    return replace(timeline, moved_bytes=2 * way.moved * size)
+    return without_rest(scene, replace(timeline, moved_bytes=2 * way.moved * size))
+
+
+def without_rest(scene: Scene, timeline: Timeline) -> Timeline:
+    """Returns a timeline without the bytes of gathers of what belongs to no unit, but for the first in a round."""
+    exchange, known = scene.behaviour.exchange, scene.model.traffic
+    if not isinstance(exchange, GradientSum) or exchange.parts < 2 or known is None:
+        return timeline
+    again = exchange.sent * (exchange.gathers - 1) * scene.network.gathered(scene.hosts, exchange.parts)
+    return replace(timeline, moved_bytes=timeline.moved_bytes - 2 * again * known.rest_bytes)
 
 
 def _memory_s(scene: Scene, way: Way, size: int, hidden_s: Seconds) -> Seconds:

@@ -12,7 +12,7 @@ import numpy as np
 
 from headrace.devices import HOST
 from headrace.errors import InfeasiblePlan, UsageError
-from headrace.policies.behaviour import Behaviour, GradientSum, Slices, Stages
+from headrace.policies.behaviour import Behaviour, GradientSum, RingOfTokens, Slices, Stages
 from headrace.prediction.assumptions import FASTEST_TCP_BYTES_PER_S, Assumptions
 from headrace.prediction.bands import BANDS, Band
 from headrace.prediction.cloud import cluster_of
@@ -24,6 +24,7 @@ from headrace.prediction.simulation.failures import Reliability, reliability
 from headrace.prediction.simulation.memory import device_bytes, limit_bytes, require_fit, server_bytes
 from headrace.prediction.simulation.scene import Scene, place, spread_of
 from headrace.prediction.simulation.slices.steps import slices_note
+from headrace.prediction.simulation.slices.tokens import EXPERTS_NOTE
 from headrace.prediction.simulation.timeline import Timeline
 from headrace.report.format import percent, plural
 from headrace.report.model.predicted import PredictedRun
@@ -263,7 +264,8 @@ def band_of(scene: Scene) -> Band:
     summed = isinstance(exchange, GradientSum) and exchange.parts == 1
     kind = "other"
     if scene.cluster.device == HOST:
-        kind = "other" if isinstance(division, Slices) else "cpu"
+        tokens = isinstance(division, Slices | RingOfTokens) or scene.behaviour.experts > 1
+        kind = "other" if tokens else "cpu"
     elif isinstance(division, Stages) and division.slices == 1:
         kind = "pipeline"
     elif division is None and (summed or exchange is None):
@@ -281,7 +283,9 @@ def assumed_notes(scene: Scene) -> tuple[str, ...]:
         said.append(f"steps that vary by {percent(spread_of(scene.model, assumed))} (spread)")
     division = scene.behaviour.division
     slices = division.slices if isinstance(division, Stages) else division.devices if division else 1
-    if slices > 1 and (note := slices_note(scene.model, slices)):
+    if scene.behaviour.experts > 1:
+        said.append(EXPERTS_NOTE)
+    if slices > 1 and not isinstance(division, RingOfTokens) and (note := slices_note(scene.model, slices)):
         said.append(note)
     counts = Counter(host.name for host in (*scene.hosts, *scene.servers))
     if scene.behaviour.exchange is None and scene.behaviour.division is None:
