@@ -209,9 +209,9 @@ PLANTED: list[tuple[Rule, Mapping[str, str], str]] = [
             "strategies/one_device.py": "from headrace.training import step",
             "training/__init__.py": "import headrace.training.all",
             "training/step.py": "",
-            "training/all.py": "x = 1\n" * 10_000,
+            "training/all.py": "x = 1\n" * 11_000,
         },
-        "strategies.one_device loads 10,0",
+        "strategies.one_device loads 11,0",
     ),
     (
         house_devices.device_names,
