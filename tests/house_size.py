@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 121_914
+LINES = 122_271
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_965
@@ -12,12 +12,12 @@ CORE = 14_965
 
 CLOSURES = {
     "data": 890,
-    "data.loading.loader": 6_470,
-    "strategies.one_device": 9_960,
-    "strategies.mirrored": 11_130,
-    "strategies.central_storage": 13_200,
-    "worker.main": 20_370,
-    "engine.local.process": 22_020,
+    "data.loading.loader": 6_510,
+    "strategies.one_device": 10_010,
+    "strategies.mirrored": 11_190,
+    "strategies.central_storage": 13_250,
+    "worker.main": 20_410,
+    "engine.local.process": 22_070,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_880,
     "api.fit": 33_460,
