@@ -44,7 +44,8 @@ def _pictures(found: Recommendation) -> str:
     def bars(family: str, size: float) -> list[tuple[float, float, float]]:
         """Where the times of the winner's family are expected; those of all would cover each other."""
         offers = found.curve[family] if family == found.winner.candidate.family else ()
-        return [(each.candidate.devices, *(end / size for end in each.expected_s)) for each in offers]
+        ends = ((each.candidate.devices, each.expected_s) for each in offers)
+        return [(devices, least / size, most / size) for devices, (least, most) in ends]
 
     def picture(
         title: str, label: str, value: Callable[[Offer], float], reading: str, banded_s: float = 0.0
