@@ -22,7 +22,7 @@ KINDS = pytest.mark.parametrize("kind", ["shared", "hosts", "devices"])
 def link_of(kind: str, group: ThreadCollective, own: OwnGradients | None = None) -> UnitLink:
     own = own or OwnGradients()
     if kind == "shared":
-        return SharedLink(group, UNITS, own, 8 * WORLD * max(SIZES))
+        return SharedLink(group, UNITS, own, 8 * WORLD * max(SIZES), 8 * WORLD * max(SIZES))
     if kind == "devices":
         carrier = group.subgroup(range(WORLD))
         vars(carrier)["queued"] = True

@@ -61,3 +61,23 @@ def test_they_are_one_device(strategy: hr.Strategy, kind: str) -> None:
     assert distance(found.tensors, right.tensors) <= 1e-9
     # The library computes the loss itself in float32.
     assert found.losses == pytest.approx(right.losses, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("router", "lines"), [({}, 1), ({"output_router_logits": False}, 0)], ids=["with", "without"])
+def test_shares_say_that_a_routers_loss_is_of_their_own_tokens(router: dict[str, Any], lines: int) -> None:
+    """With the usual factor of 0.001 the losses of halves are their mean but for rounding in float32."""
+    torch.manual_seed(0)
+    shape = {**SHAPE, **KINDS["Mixtral"], "router_aux_loss_coef": 0.001, **router}
+    text = torch.randint(0, 23, (8, 7), generator=torch.Generator().manual_seed(1))
+    job = hr.Job(
+        model=transformers.MixtralForCausalLM(transformers.MixtralConfig(**shape)),
+        task=hr.tasks.own_loss(),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        data=[{"input_ids": each, "labels": each} for each in text],
+        global_batch_size=4,
+        epochs=1,
+    )
+    run = hr.fit(job, hr.Mirrored(2), device="cpu", engine=hr.ThreadEngine())
+    said = [event.text for event in run.events if event.kind == "notice" and "router's loss" in event.text]
+    assert len(said) == lines

@@ -125,15 +125,20 @@ class UnitLink(ABC):
 
 
 class SharedLink(UnitLink):
-    """Among the workers of one host: shared memory for the largest unit, which all use one after the other."""
+    """Among the workers of one host: shared memory for the largest unit, which all use one after the other.
 
-    def __init__(self, group: ProcessGroup, units: Sequence[str], own: OwnGradients, largest_bytes: int) -> None:
+    `summed_bytes` are those of the largest gradient: of a unit that is frozen there is none.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, units: Sequence[str], own: OwnGradients, largest_bytes: int, summed_bytes: int
+    ) -> None:
         super().__init__(group, units, own)
-        self._part_bytes = on_lines(-(-largest_bytes // group.world))
+        part_bytes = on_lines(-(-largest_bytes // group.world))
         # Of two meetings in turn: which meeting, what is done, with which unit, how many bytes.
         self._headers = [region.view(torch.int64).numpy().reshape(2, 4) for region in group.share(LINE)]
-        self._slots = group.share_one(2 * self._part_bytes * group.world).chunk(2)
-        self._regions = group.share(self._part_bytes * group.world)
+        self._slots = group.share_one(2 * part_bytes * group.world).chunk(2)
+        self._regions = group.share(on_lines(summed_bytes))
         self._summed = -1
         self._turn = 0
 

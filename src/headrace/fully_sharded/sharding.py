@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -85,10 +85,8 @@ class ShardedModule:
         kept = {name: each for name, each in module.named_parameters() if is_kept_whole(each)}
         self.whole = frozenset(kept)
         named = unit_parameters(module, units)
-        self.unit_bytes = {
-            unit: sum(_padded(each.shape, group.world) * (half or each.dtype).itemsize for each in parameters.values())
-            for unit, parameters in named.items()
-        }
+        self.unit_bytes = {unit: self._bytes(parameters) for unit, parameters in named.items()}
+        summed = max(self._bytes(parameters, trained=True) for parameters in named.values())
         names = [list(parameters) for parameters in named.values()]
         # A reference to a parameter as it was keeps the whole of it in memory.
         del named
@@ -97,7 +95,7 @@ class ShardedModule:
         self._link: UnitLink = (
             CollectiveLink(group, units, self.own, carrier, self.device)
             if carrier
-            else SharedLink(group, units, self.own, largest)
+            else SharedLink(group, units, self.own, largest, summed if group.world > 1 else 0)
         )
         guards = [
             _WriteGuard([name for name in each if name not in kept], unit)
@@ -114,6 +112,14 @@ class ShardedModule:
             for name, each in self._parameters.items()
             if each.requires_grad
         }
+
+    def _bytes(self, parameters: Mapping[str, nn.Parameter], trained: bool = False) -> int:
+        """Returns the bytes of a unit that is gathered, or of what is `trained` of it."""
+        return sum(
+            _padded(each.shape, self._group.world) * (self.half or each.dtype).itemsize
+            for each in parameters.values()
+            if each.requires_grad or not trained
+        )
 
     def _shard(
         self,

@@ -120,10 +120,12 @@ class DividedParameters:
         self.pieces = {name: nn.Parameter(piece) for unit in trained for name, piece in unit.pieces.items()}
         self.sums = {name: total for unit in trained for name, total in unit.sums.items()}
         titles = tuple(next(iter(unit.parameters)) for unit in self._units)
-        largest = group.world * max((unit.own.nbytes for unit in self._units), default=0)
+        largest, summed = (
+            group.world * max((unit.own.nbytes for unit in units), default=0) for units in (self._units, trained)
+        )
         device = next((each.device for each in dense.values()), torch.device("cpu"))
         self._link: UnitLink = (
-            SharedLink(group, titles, OwnGradients(), largest)
+            SharedLink(group, titles, OwnGradients(), largest, summed)
             if carrier is None and group.one_memory
             else CollectiveLink(group, titles, OwnGradients(), carrier or group, device)
         )

@@ -20,6 +20,7 @@ from headrace.api.probes.layers import probe_batch_norm, probe_draws_and_reads, 
 from headrace.api.probes.losses import probe_left_behind
 from headrace.api.probes.parts.gradients import probe_gradients
 from headrace.api.probes.parts.hooks import probe_parameter_hooks
+from headrace.api.probes.parts.router_loss import probe_router_loss
 from headrace.api.probes.parts.sample import Sample
 from headrace.api.probes.parts.split_loss import probe_split_loss, probe_split_metrics
 from headrace.api.probes.reading import probe_reading
@@ -39,6 +40,7 @@ Probe = Callable[[Sample], Sequence[Finding]]
 
 PROBES: tuple[Probe, ...] = (
     probe_split_loss,
+    probe_router_loss,
     probe_changing_buffers,
     probe_written_parameters,
     probe_draws_and_reads,
