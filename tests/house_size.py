@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 122_272
+LINES = 122_346
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_965
@@ -20,7 +20,7 @@ CLOSURES = {
     "engine.local.process": 22_070,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_880,
-    "api.fit": 33_460,
+    "api.fit": 33_520,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 
