@@ -79,9 +79,11 @@ def rehearse_goal(
 
     Examples:
         >>> from dataclasses import replace
-        >>> model = replace(hr.profile(job), to_goal=hr.StepsToGoal("loss 0.69", 16, 4, 10.0))
-        >>> found = hr.recommend_for_goal(model, "cluster.toml", "loss 0.69", global_batch_size=16)
-        >>> [each.choice.batch for each in hr.rehearse_goal(job, found, "cluster.toml", model=model)]
+        >>> from headrace.spec.cluster import Host
+        >>> model = replace(profile, to_goal=hr.StepsToGoal("loss 0.69", 16, 4, 10.0))
+        >>> here = hr.Cluster((Host("here", 1, 10**9),))
+        >>> found = hr.recommend_for_goal(model, here, "loss 0.69", global_batch_size=16)
+        >>> [each.choice.batch for each in hr.rehearse_goal(job, found, here, model=model)]
         [16]
     """
     goal = MetricGoal.of(found.to_goal.goal)
