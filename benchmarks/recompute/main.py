@@ -47,7 +47,7 @@ def ours(kind: str, steps: int, figure: str, width: int, tokens: int, *, engine:
     job = hr.Job(
         model=partial(Stack, width),
         loss=nn.functional.mse_loss,
-        optimizer=partial(torch.optim.Adam, lr=0.001),
+        optimizer=partial(torch.optim.Adam, lr=0.001, fused=True),
         data=batch(width, tokens),
         global_batch_size=EXAMPLES,
         steps=steps,
