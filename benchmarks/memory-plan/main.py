@@ -12,43 +12,29 @@ import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import headrace as hr
 from headrace.api.memory.planning import plan_memory
 from headrace.spec.events import WorkerEnded
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from transformer_block import Block
 
 HEADS, TOKENS, BATCH, BYTES = 10, 96, 4, 256
 SIZE, TINY = (640, 5), (40, 1)
 """Width and layers of the transformer, and of one whose worker shows what Python, torch and its kernels take."""
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        count, length, width = x.shape
-        mixed = self.mixed(self.first(x)).view(count, length, 3, HEADS, width // HEADS)
-        query, key, value = mixed.permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(count, length, width))
-        made: Tensor = x + self.down(functional.gelu(self.up(self.second(x))))
-        return made
-
-
 class Transformer(nn.Module):
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(BYTES, width), nn.Embedding(TOKENS, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, HEADS) for _ in range(layers))
         self.last, self.head = nn.LayerNorm(width), nn.Linear(width, BYTES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,7 +56,7 @@ def convolutional(width: int, _: int) -> nn.Module:
 
 
 def next_byte(output: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def text(optimizer: object = torch.optim.AdamW, batch: int = BATCH, **options: object) -> hr.Job:

@@ -33,7 +33,7 @@ def save_in_parts(
     path: Path,
     group: ProcessGroup,
 ) -> bool:
-    """Writes a model to one file; all ranks of a host call it, and no one holds more than one tensor of the others.
+    """Writes a model to one file; all ranks of a host call it, and none holds more than one tensor of the others.
 
     Args:
         tensors: those that this rank writes, whole, by checkpoint name; each is some rank's.

@@ -79,7 +79,7 @@ def write_page(path: Path | str, summaries: Sequence[Summary], references: Refer
 
 
 def _title(summaries: Sequence[Summary]) -> str:
-    """Returns the job that all runs are of, and how many they are; where it has no one file, the runs' names."""
+    """Returns the job that all runs are of, and how many they are; where they have several files, the runs' names."""
     jobs = {each.started.job.path if each.started.job else "" for each in summaries}
     file = Path(jobs.pop()) if len(jobs) == 1 else Path()
     # job.py says less than its folder.
