@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -83,6 +84,14 @@ class DividedExperts:
                 for name, parameter in dict(entry.named_parameters()).items():
                     _put(entry, name, torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         ListedExperts(experts, self.module.get_submodule(experts.caller), self._link)
+
+    def parts(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Yields what this rank holds of experts: the name, the first element, and the elements, flat."""
+        for name, spec in self._experts.items():
+            each = self._parameters[name].detach()
+            start = bounds_of(spec.count, self._link.world)[self._link.rank][0] if spec.index < 0 else 0
+            if not each.is_meta:
+                yield name, start * math.prod(self._shapes[name][1:]), each.view(-1)
 
     def _note(self, name: str, expert: bool) -> Callable[[Tensor], None]:
         # What experts make a gradient of may be other ranks' tokens.

@@ -69,6 +69,7 @@ class CentralStorage(Strategy):
 
     name = "central_storage"
     equals_one_device = True
+    begins_alike = True
     one_host = True
     sparse_tables = True
     turns = True

@@ -78,6 +78,9 @@ def ring_replica(levels: Sequence[Strategy], plan: Plan, groups: RankGroups, con
     if sharded is None:
         (outer, _) = levels
         assert isinstance(outer, Mirrored)
+        if context.weights:
+            # The others get rank 0's parameters.
+            context.weights.read(context.module, context.module.named_buffers() if everyone.rank else None)
         # Gradients leave after backward, in which attention exchanges keys and values.
         sink, exchange = summed_by_all(plan, context, overlap=False, codec=outer.codec)
         divided, own = divide(context, ring, among(context, ring, groups.slices)())

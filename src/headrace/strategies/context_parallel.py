@@ -62,6 +62,7 @@ class ContextParallel(Strategy):
 
     name = "context_parallel"
     equals_one_device = True
+    begins_alike = True
     whole_model = False
     divided = True
     collectives = True

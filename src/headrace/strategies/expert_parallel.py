@@ -70,6 +70,7 @@ class ExpertParallel(Strategy):
 
     name = "expert_parallel"
     equals_one_device = True
+    reads_parts = True
     whole_model = False
     collectives = True
 
@@ -137,10 +138,17 @@ class ExpertParallel(Strategy):
         context.require_own_generators()
         module, group = context.module, context.group
         every = RowLink(group, context.device_group() or group)
+        found, weights = find_experts(module, self.experts), context.weights
+        if weights and (context.model.optimizer.values or not group.rank):
+            # What every worker holds, the others get of rank 0; an optimizer may be made from all values.
+            apart = {} if context.model.optimizer.values else experts_of(found)
+            weights.only(weights.tensors.keys() - apart.keys()).read(module)
         broadcast(module, every.carrier)
-        found, whole = find_experts(module, self.experts), whole_parameters(context)
+        whole = whole_parameters(context)
         link = RowLink(within, carrier or within)
         divided = DividedExperts(module, found, link, every, context.options.accumulate > 1)
+        if weights:
+            weights.read_parts(divided.parts())
         held = by_experts(context.model.parameters, experts_of(found), within.world)
         segments = [each for each in held if each.owner in (within.rank, EVERY_WORKER)]
         updater = updater_of_parts(segments, divided.pieces, whole, context)

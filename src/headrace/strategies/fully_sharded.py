@@ -158,6 +158,9 @@ class FullySharded(Strategy):
         require_own_backward(context)
         module, group = context.module, context.group
         collective = context.device_group() or group
+        if context.weights and context.model.optimizer.values:
+            # The optimizer is made from them, before a rank has its part.
+            context.weights.read(module)
         broadcast(module, collective)
         fill = _broadcast_parts(module, collective, context.weights.tensors.keys() if context.weights else ())
         units = find_units(module, self.units)

@@ -61,6 +61,7 @@ class Gossip(Strategy):
 
     name = "gossip"
     equals_one_device = False
+    begins_alike = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)

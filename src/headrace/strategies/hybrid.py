@@ -267,6 +267,10 @@ class Hybrid(ServedStrategy):
         if isinstance(self.inner, ExpertParallel):
             return expert_replica(self.inner, groups, context)
         mates = everyone.subgroup(groups.mates)
+        # Ranks that get all parameters from the first of their mates read none.
+        follows = bool(pipeline if sharded else outer and outer.begins_alike)
+        if context.weights and follows and everyone.fixed and mates.rank:
+            context = replace(context, weights=context.weights.only(name for name, _ in context.module.named_buffers()))
         inside = self._inside(plan, groups, context, mates) if pipeline or tensor else None
         connected = among(context, mates, groups.mates)
         own = context

@@ -81,6 +81,7 @@ class Mirrored(Strategy):
 
     name = "mirrored"
     equals_one_device = True
+    begins_alike = True
     collectives = True
     sparse_tables = True
     turns = True

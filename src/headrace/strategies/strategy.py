@@ -34,7 +34,7 @@ class Strategy(ShownAsTable):
         collectives: whether workers exchange tensors between devices, not through host memory.
         mixes_devices: whether its workers may be on devices of several kinds, or on accelerators of several hosts.
         in_parts: whether its workers can make a large model's parameters one by one, and none builds the whole.
-        reads_parts: whether each worker reads what it holds of a model's stored values, and none reads all of them.
+        reads_parts, begins_alike: whether each worker reads its part of stored values, or rank 0 all, for all of them.
         whole_model: whether each worker runs the whole model with all parameters, so that a loss can be a part of it.
         keeps_memory: whether parameters stay in the memory that the model has for them.
         divided: whether several devices hold one replica, so that none computes on examples of its own.
@@ -61,6 +61,7 @@ class Strategy(ShownAsTable):
     snapshots: ClassVar[bool] = True
     in_parts: ClassVar[bool] = False
     reads_parts: ClassVar[bool] = False
+    begins_alike: ClassVar[bool] = False
     whole_model: ClassVar[bool] = True
     alone: ClassVar[Mapping[str, object] | None] = None
 

@@ -55,6 +55,7 @@ class TPU(Strategy):
 
     name = "tpu"
     equals_one_device = True
+    begins_alike = True
     whole_model = False
     fixed_shapes = True
     collectives = True

@@ -46,6 +46,10 @@ class StoredValues:
         for name, value in apart.items():
             found[name].copy_(value)
 
+    def only(self, names: Iterable[str]) -> StoredValues:
+        """Returns where the values of some parameters and buffers are."""
+        return StoredValues({name: self.tensors[name] for name in names if name in self.tensors})
+
     def sliced(self, runs: Mapping[str, int], rank: int, world: int) -> StoredValues:
         """Returns where a rank's slices are: of named tensors every `world`-th run of so many elements."""
         found = dict(self.tensors)

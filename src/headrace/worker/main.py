@@ -75,7 +75,7 @@ def work(
         stored = LoadedCheckpoint(CheckpointFolder(run.resume.folder).open(run.resume.step)) if run.resume else None
         with building or nullcontext():
             module = build_module(run.job)
-        _begin_as(run, module, stored)
+        _begin_as(run, module, stored, reads=not (run.strategy.begins_alike and group.fixed and rank))
         session, reporter = group.together(lambda: _build(run, role, group, page, module, events, closing))
         compute, control = session.replica.compute, RunControl(session, closing)
         loop = _loop_of(session, control)
@@ -132,14 +132,17 @@ def _explained(error: BaseException, run: RunSpec, rank: int, session: WorkerSes
     return explained_by_device(error, name, f"rank {role.rank} on {role.host}")
 
 
-def _begin_as(run: RunSpec, module: nn.Module, stored: LoadedCheckpoint | None) -> None:
-    """Gives a model that was built from the seed the values of a checkpoint or of files, if there is one."""
+def _begin_as(run: RunSpec, module: nn.Module, stored: LoadedCheckpoint | None, reads: bool) -> None:
+    """Gives a model that was built from the seed the values of a checkpoint or of files, if there is one.
+
+    Where this worker gets the first one's parameters, it `reads` none, and of files only buffers.
+    """
     require_same_results(run, module)
     if stored:
         with making_sense(stored.path):
             stored.load_module(module)
     elif not run.strategy.reads_parts and (weights := stored_values(run, module)):
-        weights.read(module)
+        weights.read(module, None if reads else module.named_buffers())
 
 
 @contextmanager
