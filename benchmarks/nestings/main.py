@@ -103,13 +103,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--counts", type=int, nargs="+", default=[2], help="of each level; one may have another")
     parser.add_argument("--only", nargs="+", default=[], help='nestings such as "M2 T2"')
+    parser.add_argument("--missing", action="store_true", help="only those that the file of results does not have")
     parser.add_argument("--list", action="store_true")
     chosen = parser.parse_args()
-    rows: dict[str, Any] = {}
+    rows: dict[str, Any] = json.loads(RESULTS.read_text())["nestings"] if RESULTS.exists() else {}
     known: dict[bool, Any] = {}
     print(f"{'nesting':16}{'from one device':>18}{'predicted':>12}{'counted':>12}{'ratio':>8}")
     for name, strategy in nestings(chosen.counts):
-        if chosen.only and name not in chosen.only:
+        if (chosen.only and name not in chosen.only) or (chosen.missing and name in rows):
             continue
         if chosen.list:
             print(name)
@@ -121,15 +122,15 @@ def main() -> None:
         try:
             rows[name] = made = row(strategy, mixture, *known[mixture])
         except HeadraceError as error:
-            rows[name] = {"refused": str(error)}
-            print(f"{name:16}{'refused':>18}  {error!s:.120}", flush=True)
+            rows[name] = made = {"refused": str(error)}
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps({**machine(), "nestings": rows}, indent=1) + "\n")
+        if "apart" not in made:
+            print(f"{name:16}{'refused':>18}  {made['refused']:.120}", flush=True)
             continue
         ratio = f"{made['counted'] / made['predicted']:8.4f}" if made.get("predicted") else f"{'-':>8}"
         said = f"{made['predicted']:12,.0f}" if "predicted" in made else f"{'-':>12}"
         print(f"{name:16}{made['apart']:18.1e}{said}{made['counted']:12,.0f}{ratio}", flush=True)
-    if not chosen.only and not chosen.list:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps({**machine(), "nestings": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

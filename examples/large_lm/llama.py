@@ -54,7 +54,9 @@ class Attention(nn.Module):
 
     def _turned(self, x: Tensor) -> Tensor:
         """Rotates pairs of features by angles that grow with the position."""
-        cos, sin = self.cos[: x.shape[2]].to(x.dtype), self.sin[: x.shape[2]].to(x.dtype)
+        # Counted by torch.arange, which headrace numbers where a worker has only some tokens of a sequence.
+        places = torch.arange(x.shape[2], device=x.device)
+        cos, sin = self.cos[places].to(x.dtype), self.sin[places].to(x.dtype)
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat([-second, first], -1) * sin
 
@@ -102,3 +104,13 @@ def count(shape: Shape) -> int:
     """Returns how many parameters a model has; none is made."""
     with torch.device("meta"):
         return sum(each.numel() for each in LanguageModel(shape, 1).parameters())
+
+
+def generate(model: nn.Module, prompt: str, most: int, length: int = 64) -> str:
+    """Returns the prompt and up to `length` bytes, each the likeliest after the last `most` ones."""
+    model.eval()
+    text = list(prompt.encode()) or [0]
+    with torch.inference_mode():
+        for _ in range(length):
+            text.append(int(model(torch.tensor([text[-most:]]))[0, -1].argmax()))
+    return bytes(text).decode(errors="replace")

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import headrace as hr
+from headrace.errors import HeadraceError
 
 THREADS = hr.ThreadEngine()
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "large_lm"
@@ -49,10 +50,24 @@ def one_device(job: hr.Job) -> dict[str, torch.Tensor]:
 
 @pytest.mark.every
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["4", "2x2", "2x2x2"])
+@pytest.mark.parametrize("layout", ["4", "c2", "2x2", "2x2x2"])
 def test_each_layout_is_one_device(layout: str, example: Any, job: hr.Job, one_device: dict[str, torch.Tensor]) -> None:
     found = hr.fit(job, example.LAYOUTS[layout], device="cpu", engine=THREADS).model.state_dict()
     assert max(float((found[name] - each).abs().max()) for name, each in one_device.items()) <= 1e-9
+
+
+def test_a_sample_is_the_likeliest_byte_after_each_other(example: Any) -> None:
+    class Next(torch.nn.Module):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            assert tokens.shape[1] <= 4
+            return torch.nn.functional.one_hot(tokens + 1, 256).float()
+
+    assert example.generate(Next(), "ab", 4, length=5) == "abcdefg"
+
+
+def test_holding_out_every_sequence_is_refused(example: Any) -> None:
+    with pytest.raises(HeadraceError, match="held=80 of 78 sequences leaves none"):
+        example.job("tiny", length=128, megabytes=0.01, held=80)
 
 
 @pytest.mark.parametrize("size", SIZES)

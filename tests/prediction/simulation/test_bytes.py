@@ -32,7 +32,7 @@ CHOSEN = {
     "gossip": hr.Gossip(3),
     "mirrored": hr.Mirrored(3),
     "mirrored experts": hr.Hybrid(hr.Mirrored(2), hr.ExpertParallel(2)),
-    "mirrored pipelines": hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2, micro_batches=2)),
+    "mirrored pipelines": hr.Hybrid(hr.Mirrored(4), hr.Pipeline(2, micro_batches=2)),
     "mirrored slices": hr.Hybrid(hr.Mirrored(2), hr.TensorParallel(2)),
     "one device": hr.OneDevice(),
     "parameter server": hr.ParameterServer(2, servers=1, staleness_bound=0),

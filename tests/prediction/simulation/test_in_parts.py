@@ -12,7 +12,7 @@ from headrace.prediction.assumptions import Assumptions
 from headrace.prediction.simulation.scene import Scene
 from headrace.prediction.simulation.simulate import simulate
 from headrace.prediction.simulation.slices.steps import sliced_steps
-from headrace.spec.cluster import Link
+from headrace.spec.cluster import Cluster, Host, Link
 from prediction.simulation.scenes import QUICK, gpus, model, run
 
 
@@ -20,6 +20,15 @@ def test_a_pipelines_crossings_move_there_and_back() -> None:
     # 3 cuts of 4 stages, 4 micro-batches, 4 MB each; each is sent and received, in both directions.
     prediction = run(hr.Pipeline(stages=4, micro_batches=4), model=model(layers=True))
     assert prediction.moved_bytes == pytest.approx(2 * 2 * 3 * 4 * 4e6 / 4)
+
+
+@pytest.mark.parametrize("inner", [hr.Pipeline(stages=2, micro_batches=2), hr.TensorParallel(2)])
+def test_mirrors_in_parts_sum_in_shared_memory_as_whole_ones_do(inner: hr.Strategy) -> None:
+    known, one_host = model(layers=True), Cluster((Host("here", 16, 64_000_000_000),))
+    whole = run(hr.Mirrored(4), one_host, model=known).moved_bytes
+    inside = run(inner, one_host, examples=8, model=known).moved_bytes
+    parts = run(hr.Hybrid(hr.Mirrored(4), inner), one_host, model=known).moved_bytes
+    assert parts == pytest.approx(inside + whole / 2)
 
 
 def test_gradients_of_all_micro_batches_but_the_first_are_added() -> None:

@@ -87,10 +87,7 @@ def _whole(scene: Scene, steps: Sequence[DeviceStep]) -> Timeline:
     if exchange.parts > 1:
         way = scene.network.divided(scene.hosts, algorithm, exchange.parts, exchange.gathers)
         return by_units(scene, steps, way.part(exchange.sent), overlap)
-    way = scene.network.all_reduce(scene.hosts, "ring" if exchange.central else algorithm)
-    if scene.network.one_memory(scene.hosts) and scene.workers > 1:
-        # Gradients are written, a part of all is read and its sum written, and all is read.
-        way = replace(way, moved=(3 * scene.workers - 2) / (2 * scene.workers))
+    way = scene.network.gradients(scene.hosts, "ring" if exchange.central else algorithm)
     if exchange.central:
         return synchronous(scene, steps, way, overlap=False, parts=scene.workers)
     return synchronous(scene, steps, way.part(exchange.sent) if several else way, overlap)
@@ -147,7 +144,7 @@ def _between(scene: Scene, hosts: Sequence[Host], side_by_side: int) -> Way:
         return scene.network.divided(hosts, algorithm, exchange.parts, exchange.gathers, side_by_side)
     if isinstance(exchange, ParameterMean):
         return scene.network.average(hosts, algorithm, side_by_side)
-    return scene.network.all_reduce(hosts, algorithm, side_by_side)
+    return scene.network.gradients(hosts, algorithm, side_by_side)
 
 
 def _sliced(scene: Scene) -> Timeline:

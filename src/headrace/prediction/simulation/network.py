@@ -158,6 +158,12 @@ class Network:
         # The ranks of a host send its sum through its card, each a part of it.
         return ring(most, inside).then(replace(outer, moved=outer.moved / most)) if most > 1 else outer
 
+    def gradients(self, hosts: Sequence[Host], algorithm: str = "auto", side_by_side: int = 1) -> Way:
+        """Returns the all-reduce by which mirrors sum their gradients."""
+        way, ranks = self.all_reduce(hosts, algorithm, side_by_side), len(hosts)
+        # In shared memory they are written, a part of all is read and its sum written, and all is read.
+        return replace(way, moved=(3 * ranks - 2) / (2 * ranks)) if self.one_memory(hosts) and ranks > 1 else way
+
     def one_memory(self, hosts: Sequence[Host]) -> bool:
         """Whether processes on these hosts exchange in memory that they share."""
         return self._cluster.device == HOST and len({host.name for host in hosts}) == 1

@@ -221,7 +221,7 @@ def between_replicas(scene: Scene, rank: int) -> Way:
         return scene.network.divided(hosts, scene.assumptions.algorithm, *terms, side_by_side)
     if isinstance(exchange, ParameterMean):
         return scene.network.average(hosts, scene.assumptions.algorithm, side_by_side)
-    return scene.network.all_reduce(hosts, scene.assumptions.algorithm, side_by_side)
+    return scene.network.gradients(hosts, scene.assumptions.algorithm, side_by_side)
 
 
 def _passes(step: int, rank: int, schedule: PipelineSchedule, swept: Swept) -> Passes:
