@@ -269,6 +269,10 @@ void copy_from_host(const at::Tensor& source, const at::Tensor& target, bool non
   bool pinned = !inside && source.numel() && is_pinned(source.const_data_ptr());
   Launch launch("a copy from the host", stream_of(target));
   launch.use(target, true);
+  if (launch.active() && pinned) {
+    auto* first = static_cast<const char*>(source.const_data_ptr());
+    end_writes(launch.all(), launch.all().streams[launch.stream()], first, first + source.nbytes());
+  }
   here(target).copy_(source);
   if (!launch.active()) return;
   auto& all = launch.all();

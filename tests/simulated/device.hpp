@@ -214,6 +214,14 @@ inline void end_reads(Simulation& all, const Moment& at, const char* first, cons
   });
 }
 
+// A copy from pinned memory finds what copies to it have brought that are ordered before.
+inline void end_writes(Simulation& all, const Moment& at, const char* first, const char* last) {
+  deliver(all, [&](const Delivery& one) {
+    bool apart = one.host + one.content.nbytes() <= first || last <= one.host;
+    return one.to_host && !apart && at.done[one.stream] >= one.number;
+  });
+}
+
 // The host waits until all up to a moment is done.
 inline void arrive(Simulation& all, Lock& lock, const Moment& at) {
   Gates gates = at.gates;

@@ -129,7 +129,7 @@ def inspect_job(job: Job, closures: bool = False, whole_model: bool = True, in_p
         check_trained(module)
         check_frozen(module)
         check_precision(job.options, module)
-        if job.options.recompute is not None:
+        if job.options.again is not None:
             from headrace.api.probes.parts.recomputed import check_recompute
 
             check_recompute(job, module, sample().batch, objectives_of(job, module, weighed), parts is not None)

@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -13,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from headrace import internals
 from headrace.collectives.base import Collective, ProcessGroup
+from headrace.devices import synchronize
 from headrace.errors import UnfitMachine, UsageError
 from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink, UnitGather, UnitLink, UnitScatter
 from headrace.fully_sharded.units import is_kept_whole, unit_parameters, written
@@ -44,12 +46,22 @@ def mesh_of(group: ProcessGroup, device: torch.device, closing: ExitStack) -> De
     return mesh
 
 
+@dataclass(frozen=True)
+class UnitForm:
+    """How units are kept: released between forward and backward, gathered in the type `half`, parts on the host."""
+
+    reshard: bool = True
+    half: torch.dtype | None = None
+    offload: bool = False
+
+
 class ShardedModule:
     """A module, sharded in place, unit by unit.
 
     `carrier` moves what the ranks exchange; None for the memory that they share. Units are gathered, and gradients
     summed, in the type `half`, if it is not None. `fill` gives memory to named parameters that have none, before a unit
-    is divided, and gives back what is free.
+    is divided, and gives back what is free. With `offload` its part of the parameters and of their gradients lies in
+    pinned memory of the host.
 
     Attributes:
         pieces: this rank's part of each trained parameter, flat, by name; it is empty where there are more ranks than
@@ -67,14 +79,13 @@ class ShardedModule:
         units: Sequence[str],
         group: ProcessGroup,
         carrier: Collective | None,
-        reshard: bool,
+        form: UnitForm,
         closing: ExitStack,
-        half: torch.dtype | None = None,
         fill: Callable[[Sequence[str]], None] = lambda names: None,
     ) -> None:
         fill([name for name, each in module.named_parameters() if is_kept_whole(each)])
         self.module = module
-        self.half = half
+        self.half = form.half
         placed = (each.device for each in module.parameters() if not each.is_meta)
         self.device = next(placed, torch.device("cpu"))
         self.own = OwnGradients()
@@ -102,7 +113,8 @@ class ShardedModule:
             for unit, each in zip(units, names, strict=True)
         ]
         self._fill = fill
-        self._parts = self._shard(units, names, guards, set(kept.values()), reshard, closing)
+        self._offload = form.offload
+        self._parts = self._shard(units, names, guards, set(kept.values()), form.reshard, closing)
         self._guards = guards
         self._watch(names)
         self._parameters = dict(module.named_parameters())
@@ -135,6 +147,7 @@ class ShardedModule:
         casts = MixedPrecisionPolicy(param_dtype=self.half)
         # The loss is not computed in half precision.
         widens = MixedPrecisionPolicy(param_dtype=self.half, output_dtype=torch.float32) if self.half else casts
+        place = CPUOffloadPolicy() if self._offload else OffloadPolicy()
         parts = []
         for index, unit in enumerate(units):
             # Now, so that no more than one unit is there whole.
@@ -151,7 +164,12 @@ class ShardedModule:
             # The rest of the model is needed first in backward, so it stays.
             policy = casts if unit else widens
             fully_shard(
-                part, mesh=mesh, reshard_after_forward=reshard and bool(unit), ignored_params=whole, mp_policy=policy
+                part,
+                mesh=mesh,
+                reshard_after_forward=reshard and bool(unit),
+                mp_policy=policy,
+                offload_policy=place,
+                ignored_params=whole,
             )
             part.register_forward_pre_hook(guards[index].require_places, prepend=True)
             assert isinstance(part, FSDPModule)
@@ -203,6 +221,7 @@ class ShardedModule:
 
     def divide(self, weight: float | Tensor) -> None:
         """Divides the gradients by the weight of all examples."""
+        weight = float(weight) if self._offload else weight
         divide([_gradient(each) for each in self._parameters.values()], weight)
 
     def sum_gradients(self, missing: Callable[[str], bool], mates: Collective | None) -> list[tuple[str, Tensor]]:
@@ -225,7 +244,8 @@ class ShardedModule:
             piece.grad = gradient.view(piece.shape)
             found.append((name, piece.grad))
         if mates:
-            sum_over(mates, [gradient.view(-1) for _, gradient in found])
+            flat = [gradient.view(-1) for _, gradient in found]
+            sum_over(mates, flat, self.device if self._offload else None)
         return found
 
     def reshard(self) -> None:
@@ -233,6 +253,9 @@ class ShardedModule:
         self._require_places()
         for part in self._parts:
             part.reshard()
+        if self._offload:
+            # Copies to the device may still read what is about to be changed.
+            synchronize(self.device)
 
     def _require_places(self) -> None:
         """Raises UsageError for what user code has put in the place of a parameter, and no forward has seen."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.devices import captures
+from headrace.devices import GPU, HOST, captures
 from headrace.errors import UsageError
 
 
@@ -66,7 +66,9 @@ class Options:
     recompute: what forward runs again for backward, so that activations need not be kept; numbers are the same, bit for
         bit. "full": each block, the entries of the outermost Sequentials and ModuleLists, of which only the inputs are
         kept; "selective": also the results of matrix products, convolutions and attention; or a pattern of modules'
-        names, "encoder.layers.*", or several. None for nothing. Pipelines have their own `recompute`.
+        names, "encoder.layers.*", or several. "offload" copies what is kept to pinned host memory, and back when
+        backward needs it, as `torch.autograd.graph.save_on_cpu` does; alone nothing is run again, and with another
+        choice, ["full", "offload"], both are done. None for nothing. Pipelines have their own `recompute`.
     memory_format: order in memory of 4-d weights (those of convolutions over two dims) and of 4-d inputs of the
         model: "preserve" leaves both as they come; "channels_last"; "auto" measures both for about a second before
         the run and takes "channels_last" where a step gets at least 3 % shorter. Numbers are equal up to rounding,
@@ -164,18 +166,33 @@ class Options:
                 "on the number of workers, so N workers would not equal one device; use accumulate=1, or 'local'"
             )
 
+    @property
+    def again(self) -> str | Sequence[str] | None:
+        """What of `recompute` is run again."""
+        words = [each for each in _words(self.recompute) if each != OFFLOAD]
+        return (words[0] if len(words) == 1 else words) or None
+
+    @property
+    def offloads(self) -> bool:
+        """Whether what forward keeps goes to host memory."""
+        return OFFLOAD in _words(self.recompute)
+
+
+def _words(choice: str | Sequence[str] | None) -> Sequence[str]:
+    return (choice,) if isinstance(choice, str) else choice or ()
+
 
 def _check_recompute(choice: object, compiled: bool | str) -> None:
     patterns = (choice,) if isinstance(choice, str) or not isinstance(choice, Sequence) else choice
     if choice is not None and not (patterns and all(isinstance(each, str) and each for each in patterns)):
         raise UsageError(
-            f"recompute is 'full', 'selective', or patterns of modules' names, 'blocks.*', got {choice!r:.60}; None "
-            "switches it off"
+            f"recompute is 'full', 'selective', 'offload', or patterns of modules' names, 'blocks.*', got "
+            f"{choice!r:.60}; None switches it off"
         )
     if choice is not None and compiled:
         raise UsageError(
             f"recompute={choice!r:.60} with compile={compiled!r}: a compiled model chooses by itself what it computes "
-            "again; use one of the two"
+            "again, and what it keeps; use one of the two"
         )
 
 
@@ -206,8 +223,8 @@ def is_url(value: object) -> bool:
     return isinstance(value, str) and _URL.fullmatch(value) is not None
 
 
-FULL, SELECTIVE = "full", "selective"
-"""Ways to run blocks again."""
+FULL, SELECTIVE, OFFLOAD = "full", "selective", "offload"
+"""Ways to run blocks again, and to keep what is kept elsewhere."""
 COMPILE_MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Of `torch.compile`, beside its default."""
 CUDAGRAPHS = "cudagraphs"
@@ -283,4 +300,10 @@ def check_options(options: Options, device: str) -> None:
     if options.compile == CUDAGRAPHS and not captures(device):
         raise UsageError(
             f"compile={CUDAGRAPHS!r} is for CUDA, and the device is {device}; use compile=True, or leave compile out"
+        )
+    if options.offloads and device == HOST:
+        raise UsageError(
+            f"recompute={options.recompute!r:.60}: 'offload' copies what forward keeps from an accelerator to host "
+            f"memory, where it is anyway on CPUs; leave it out, give device='{GPU}', or use recompute='full', which "
+            "needs less memory here, too"
         )

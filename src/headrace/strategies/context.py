@@ -169,7 +169,9 @@ class WorkerContext:
         optimizer, tensors = build_over(self.optimizer, every, owned, needs.values, needs.gradients)
         pieces = [(segment, each) for (segment, _), each in zip(owned, tensors, strict=True)]
         idle = not owned and bool(needs.coupled)
-        return Updater(optimizer, pieces, self.options, self.rounds_per_epoch, self.scale, idle, self.found_inf)
+        # What lies in host memory is updated there, by the host's decision.
+        found = None if any(each.device.type == HOST for _, each in owned) else self.found_inf
+        return Updater(optimizer, pieces, self.options, self.rounds_per_epoch, self.scale, idle, found)
 
     def updater_of(self, segments: Iterable[Segment]) -> Updater:
         """Returns the job's optimizer over those of the module's parameters, whole, that `segments` name."""

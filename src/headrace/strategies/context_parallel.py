@@ -76,7 +76,7 @@ class ContextParallel(Strategy):
             Refusal(
                 "recompute",
                 None,
-                "recompute={value!r} runs blocks again, in which attention would exchange keys and values again",
+                "recompute={value!r} runs blocks again or moves what they keep, and in these attention exchanges keys",
                 "leave it out, and use torch.utils.checkpoint(..., use_reentrant=False) in forward",
             ),
             Refusal(

@@ -26,7 +26,7 @@ from headrace import internals
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective
 from headrace.devices import HOST
-from headrace.errors import InfeasiblePlan, UsageError
+from headrace.errors import UsageError
 from headrace.fully_sharded.units import AUTO, find_units, refuse_hooks, refuse_kept
 from headrace.hooks import hooked_parameters
 from headrace.machine.allocator import give_back
@@ -34,13 +34,14 @@ from headrace.modules import without_data
 from headrace.policies.behaviour import Behaviour, GradientSum
 from headrace.policies.roles import data_parallel_plan
 from headrace.policies.segments import evenly, rows
-from headrace.spec.cluster import Cluster, Host
+from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import EVERY_WORKER, Plan, Segment
 from headrace.strategies.broadcast import broadcast, broadcast_tensors
 from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext, total_of
 from headrace.strategies.refusals import Refusal, one_program
+from headrace.strategies.sharded_memory import require_accelerators, require_parts_fit
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.gradients import UsedParameters
@@ -68,6 +69,9 @@ class FullySharded(Strategy):
         deferred: make the model one parameter at a time, bit for bit as its constructor does, so that no process holds
             the whole. The constructor is recorded first, without memory for its large tensors. A model that cannot be
             recorded is built whole, which a notice says with the reason.
+        offload: keep parts of parameters and gradients, and what the optimizer keeps of them, in pinned memory of the
+            host, where the update is made: torch's `CPUOffloadPolicy`, DeepSpeed's ZeRO-Offload. A device then holds
+            the units that it computes with, and a step takes longer by the copies. For accelerators alone.
 
     Raises:
         UsageError: an option has a value that it cannot have.
@@ -81,8 +85,8 @@ class FullySharded(Strategy):
     units: str | Sequence[str] = AUTO
     reshard_after_forward: bool | None = None
     param_dtype: str | None = None
-
     deferred: bool = False
+    offload: bool = False
 
     name = "fully_sharded"
     whole_model = False
@@ -100,8 +104,9 @@ class FullySharded(Strategy):
             raise UsageError(f"reshard_after_forward must be True, False or None, got {self.reshard_after_forward!r}")
         if self.param_dtype not in (None, "bf16"):
             raise UsageError(f"param_dtype is 'bf16' or None, got {self.param_dtype!r}")
-        if not isinstance(self.deferred, bool):
-            raise UsageError(f"deferred must be True or False, got {self.deferred!r}")
+        for name in ("deferred", "offload"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} must be True or False, got {getattr(self, name)!r}")
         object.__setattr__(self, "in_parts", self.deferred)
 
     @property
@@ -130,7 +135,8 @@ class FullySharded(Strategy):
         return model
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
-        return sharded_plan(self.name, describe_options(self), self.workers, model, cluster)
+        offload = require_accelerators(self.offload, cluster)
+        return sharded_plan(self.name, describe_options(self), self.workers, model, cluster, offload=offload)
 
     def behave(self, workers: int) -> Behaviour:
         return Behaviour(sums_of(self, workers), not_rehearsed=refuse_parts(self.equals_one_device))
@@ -153,7 +159,7 @@ class FullySharded(Strategy):
         """
         # Here, because importing torch.distributed costs what the other strategies need not pay.
         from headrace.fully_sharded.replica import ShardedExchange, ShardedModel
-        from headrace.fully_sharded.sharding import ShardedModule
+        from headrace.fully_sharded.sharding import ShardedModule, UnitForm
 
         require_own_backward(context)
         module, group = context.module, context.group
@@ -167,19 +173,20 @@ class FullySharded(Strategy):
         communicates = context.synchronise_batch_norm()
         whole = whole_parameters(context)
         half = torch.bfloat16 if self.param_dtype else None
-        sharded = ShardedModule(
-            module, units, within, carrier, self.reshard_after_forward is not False, context.closing, half, fill
-        )
+        weighing = weighing or context
+        # While parameters are where the module computes.
+        total = total_of(weighing)
+        reshard = self.reshard_after_forward is not False
+        form = UnitForm(reshard, half, self.offload)
+        sharded = ShardedModule(module, units, within, carrier, form, context.closing, fill)
         if context.weights:
             context.weights.read_parts(sharded.parts())
             context.weights.read(module, module.named_buffers())
         held = rows(context.model.parameters, within.world)
         segments = [each for each in held if each.owner in (within.rank, EVERY_WORKER)]
         updater = updater_of_parts(segments, sharded.pieces, whole, context)
-        weighing = weighing or context
         used = UsedParameters(group, len(sharded.pieces), weighing.group.world)
         objective, options, sample = context.objective, context.options, context.sample
-        total = total_of(weighing)
         compute = ShardedModel(sharded, objective, options, used, sample, total, communicates, context.scale)
         if group.rank == 0:
             compute.notes = (sharded.describe(),)
@@ -189,7 +196,7 @@ class FullySharded(Strategy):
         inside = context.inside
         if inside and inside.group.rank:
             measured -= inside.repeated
-        clipper = context.clipper({} if inside else None)
+        clipper = context.clipper({} if inside else None, in_host=self.offload)
         exchange = ShardedExchange(sharded, updater, clipper, used, measured, mates)
         return Replica(inside.compute(lambda: compute, None, context.scale) if inside else compute, exchange)
 
@@ -201,6 +208,10 @@ class FullySharded(Strategy):
             )
         if self.param_dtype:
             raise UsageError("param_dtype='bf16' is for units of a model, and a pipeline has stages; leave it out")
+        if self.offload:
+            raise UsageError(
+                "offload=True keeps parts of a model's units in host memory, and a pipeline has stages; leave it out"
+            )
         if self.reshard_after_forward:
             raise UsageError(
                 "reshard_after_forward=True releases parameters between forward and backward, and a stage of a "
@@ -310,9 +321,18 @@ def sums_of(sharded: FullySharded, parts: int, *, stages: bool = False) -> Gradi
 
 
 def sharded_plan(
-    name: str, options: Mapping[str, object], workers: int | None, model: ModelSpec, cluster: Cluster, replicas: int = 1
+    name: str,
+    options: Mapping[str, object],
+    workers: int | None,
+    model: ModelSpec,
+    cluster: Cluster,
+    replicas: int = 1,
+    offload: bool = False,
 ) -> Plan:
-    """Plans workers of which each has a part of every parameter, in one replica or in several that are alike."""
+    """Plans workers of which each has a part of every parameter, in one replica or in several that are alike.
+
+    With `offload` the parts are in host memory.
+    """
     require_sliceable(name, model)
     plan = data_parallel_plan(
         name,
@@ -326,7 +346,8 @@ def sharded_plan(
     )
     for host in cluster.hosts:
         workers = sum(role.host == host.name for role in plan.roles)
-        _require_memory(plan, workers, replicas, model, host, on_device=cluster.device != HOST)
+        on_device = cluster.device != HOST
+        require_parts_fit(plan, workers, replicas, model, host, on_device, on_device and not offload)
     return plan
 
 
@@ -338,49 +359,3 @@ def require_sliceable(name: str, model: ModelSpec) -> None:
             "the job's optimizer needs whole parameters (it looks at matrices, or at blocks of elements), of which "
             f"each worker has a part under {name}; use one that treats every element alone (SGD, Adam), or mirrored"
         )
-
-
-def _require_memory(plan: Plan, workers: int, replicas: int, model: ModelSpec, host: Host, on_device: bool) -> None:
-    """Refuses what does not fit into a host that has some of the workers: says what is short, and what would do."""
-    # What is not trained is divided, too, and has no gradients.
-    whole = model.parameter_bytes
-    state = replicas * (whole + (model.copies - 1) * model.trainable_bytes)
-    there = f"bytes of host memory, and {host.name} has {host.memory_bytes:,} left"
-    held, part, room = state * workers // plan.workers, state // plan.workers, host.device_memory_bytes
-    if model.in_parts:
-        whole = part
-    if on_device and room and part > room:
-        raise InfeasiblePlan(
-            f"{plan.strategy} needs {part:,} bytes on each device, and those of {host.name} have {room:,}, "
-            f"{part - room:,} too few: so large is a worker's part of parameters, gradients and optimizer state, "
-            f"{state:,} bytes in all; {_enough(state, room)} workers would do"
-        )
-    if on_device and room and whole > room:
-        raise InfeasiblePlan(
-            f"{plan.strategy} needs {whole:,} bytes on each device, and those of {host.name} have {room:,}: each holds "
-            "the whole model before it keeps its part; use devices with more memory, or device='cpu'"
-        )
-    if not on_device and held > host.memory_bytes:
-        hosts = _enough(state, host.memory_bytes)
-        among = f" in {replicas} replicas" if replicas > 1 else ""
-        raise InfeasiblePlan(
-            f"{plan.strategy} needs {held:,} {there}, {held - host.memory_bytes:,} too few: so large are its workers' "
-            f"parts of parameters, gradients and optimizer state, {state:,} bytes in all; start as many workers on "
-            f"each of {hosts} such hosts or more, {workers * hosts} processes{among}"
-        )
-    if whole > host.memory_bytes:
-        raise InfeasiblePlan(
-            f"{plan.strategy} needs {whole:,} {there}, {whole - host.memory_bytes:,} too few: each worker builds the "
-            "whole model before it keeps its part; use hosts with so much memory"
-        )
-    if workers * whole > host.memory_bytes:
-        fewer = host.memory_bytes // whole
-        raise InfeasiblePlan(
-            f"{plan.strategy} needs {workers * whole:,} {there}: each of {workers} workers builds the whole model, "
-            f"{whole:,} bytes, before it keeps its part; {fewer} worker{'s' * (fewer > 1)} a host would do"
-        )
-
-
-def _enough(state: int, room: int) -> int:
-    """Returns how many parts of a state fit into such room each."""
-    return -(-state // max(1, room))

@@ -62,6 +62,7 @@ from headrace.strategies.pipeline import Pipeline
 from headrace.strategies.refusals import Refusal
 from headrace.strategies.served import ServedStrategy, ServerContext
 from headrace.strategies.served_hybrid import Served, in_parts, of_outer, served_plan, served_replica
+from headrace.strategies.sharded_memory import require_accelerators
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.strategies.tensor_parallel import TensorParallel, stored_slices
 from headrace.tensor_parallel.recording import Trial
@@ -165,6 +166,7 @@ class Hybrid(ServedStrategy):
         replicas, devices, options = outer * parts, stages * slices, describe_options(self)
         if isinstance(self.outer, Mirrored):
             self.outer.require_network(self.name, cluster)
+        offload = sharded is not None and require_accelerators(sharded.offload, cluster)
         if isinstance(levels_of(self)[-1], ContextParallel):
             return ring_plan(self.name, options, levels_of(self), counts, model, cluster)
         if isinstance(self.inner, ExpertParallel):
@@ -173,7 +175,7 @@ class Hybrid(ServedStrategy):
             # Refuses what cannot be sliced.
             tensor.plan(model, alone(cluster, slices_of(replicas * stages, slices)))
         if sharded and not pipeline:
-            plan = sharded_plan(self.name, options, prod(counts), model, cluster, outer)
+            plan = sharded_plan(self.name, options, prod(counts), model, cluster, outer, offload)
             return with_slices(plan, rows(model.parameters, parts), slices) if tensor else plan
         roles = self._roles(cluster, prod(counts))
         inner = (pipeline or levels_of(self)[-1]).plan(model, alone(cluster, stages_of(replicas, stages, slices)))

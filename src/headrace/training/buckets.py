@@ -305,12 +305,15 @@ class SummedUse(GradientUse):
         self._leave = None
 
 
-def sum_over(mates: Collective, gradients: Sequence[Tensor]) -> None:
-    """Replaces flat gradients by their sums over ranks, many in a call: a call for each takes longer than the bytes."""
+def sum_over(mates: Collective, gradients: Sequence[Tensor], device: torch.device | None = None) -> None:
+    """Replaces flat gradients by their sums over ranks, many in a call: a call for each takes longer than the bytes.
+
+    `device` is where they are summed, if it is not where they lie.
+    """
     for dtype in dict.fromkeys(each.dtype for each in gradients):
         same = [each for each in gradients if each.dtype == dtype]
         for start, stop in buckets([each.nbytes for each in same], *mates.bucket_bytes):
-            flat = torch.cat(same[start:stop])
+            flat = torch.cat([each.to(device or each.device) for each in same[start:stop]])
             # Of fewer rows than ranks some have none, and so have their mates.
             if flat.numel():
                 mates.all_reduce(flat)

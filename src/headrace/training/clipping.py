@@ -230,8 +230,10 @@ class GradientClipper:
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Tells whether every element is finite."""
     sums = [tensor.sum() for tensor in tensors if tensor.numel()]
-    if sums and sums[0].device.type != "cpu":
-        sums = [torch.stack(sums).sum()]  # to wait for the device once
+    places = {total.device for total in sums}
+    if any(place.type != "cpu" for place in places):
+        # To wait for each device once.
+        sums = [torch.stack([total for total in sums if total.device == place]).sum() for place in places]
     # One pass over memory. The sum of huge numbers may be infinite although each is finite, so then a second look.
     if math.isfinite(sum(abs(total.item()) for total in sums)):
         return True

@@ -81,8 +81,9 @@ def build_over(
     Returns:
         The optimizer, and its parameters in the order of `owned`, over the memory of the pieces.
     """
-    device = owned[0][1].device if owned else None
-    whole = {name: _stand_in(tensor, device or tensor.device, values) for name, tensor in named}
+    there = {segment.parameter: tensor.device for segment, tensor in owned}
+    device = next(iter(there.values()), None)
+    whole = {name: _stand_in(tensor, there.get(name, device or tensor.device), values) for name, tensor in named}
     optimizer = build(factory, whole.items())
     places: dict[str, list[int]] = {}
     for index, (segment, _) in enumerate(owned):
@@ -378,7 +379,8 @@ def _put(state: dict[str, Any], piece: StatePiece, key: str, segment: Segment, t
     if piece.kind == _TREE:
         state[key] = _Tree(json.loads(bytes(piece.value.tolist())))
     elif piece.start < 0:
-        state[key] = piece.value.clone() if piece.kind == "tensor" else piece.value.item()
+        place = HOST if key == "step" else tensor.device  # as torch loads it
+        state[key] = piece.value.to(place, copy=True) if piece.kind == "tensor" else piece.value.item()
     else:
         # In the parameter's order of memory, which fused kernels count on.
         target = torch.zeros_like(tensor, dtype=piece.value.dtype, requires_grad=False)

@@ -169,8 +169,12 @@ def _build(
     loader, reporter = build_loader(run, role, group, events)
     devices = DeviceGroup(run, role, group, page)
     closing.callback(devices.close)
-    with _recomputing(module, run.job.options.recompute):
+    with _recomputing(module, run.job.options.again):
         replica = build_replica(run, role, page, module, loader, devices, closing, events)
+    if run.job.options.offloads:
+        from headrace.training.recompute.offloaded import OffloadedForward
+
+        OffloadedForward(module)
     for line in (*replica.compute.notes, *_unlike_devices(run.plan, role, group)):
         events.write(Notice(role.rank, events.now(), line))
     evaluation = build_evaluation(run, role, replica, group)

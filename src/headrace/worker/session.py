@@ -249,7 +249,7 @@ def build_context(
         weights=stored_values(run, module) if run.strategy.reads_parts else None,
         log=lambda name, value, round_: events.log({name: value}, round_ + 1),
     )
-    if run.job.options.recompute is not None:
+    if run.job.options.again is not None:
         context.require_own_generators()
     return context
 

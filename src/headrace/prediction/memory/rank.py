@@ -149,7 +149,7 @@ class HollowRank:
             closing=closing,
             sample=lambda: sample,
         )
-        choice = job.options.recompute
+        choice = job.options.again
         with nullcontext() if choice is None else recomputing(module, choice):
             return self.strategy.replica(plan, self.rank, context)
 

@@ -178,7 +178,7 @@ def _remedies(run: RunSpec, role: Role, held: Mapping[str, int], phase: str, exa
     if phase == _EVALUATION:
         yield from ("Options(eval_batch_size=...), of the examples of one evaluation batch a worker", *of_state)
         return
-    of_activations = list(_fewer_activations(run, examples, activations))
+    of_activations = list(_fewer_activations(run, examples, activations, role.device == HOST))
     steady = held["parameters"] + held["gradients"] + held["optimizer state"]
     first_state = phase == _UPDATE or steady > activations
     yield from (*of_state, *of_activations) if first_state else (*of_activations, *of_state)
@@ -186,7 +186,7 @@ def _remedies(run: RunSpec, role: Role, held: Mapping[str, int], phase: str, exa
         yield "Options(precision='bf16'), which halves most activations"
 
 
-def _fewer_activations(run: RunSpec, examples: int, activations: int) -> Iterator[str]:
+def _fewer_activations(run: RunSpec, examples: int, activations: int, on_host: bool) -> Iterator[str]:
     accumulate = run.job.options.accumulate
     if has_stages(run.plan):
         yield "more micro_batches, or recompute='always'"
@@ -196,14 +196,17 @@ def _fewer_activations(run: RunSpec, examples: int, activations: int) -> Iterato
         yield f"Options(accumulate={accumulate * 2}), with micro-batches of {half} examples, not {examples}{about}"
     if has_stages(run.plan) or run.job.options.compile:
         yield "torch.utils.checkpoint(layer, x, use_reentrant=False) in the model, which computes activations again"
-    elif run.job.options.recompute in (None, SELECTIVE):
+    elif run.job.options.again in (None, SELECTIVE):
         yield "Options(recompute='full'), which computes the activations of blocks again"
+    if not (has_stages(run.plan) or run.job.options.compile or run.job.options.offloads or on_host):
+        yield "Options(recompute='offload'), which keeps them in host memory"
 
 
 def _fewer_copies(run: RunSpec, role: Role) -> str:
     name = run.strategy.name
     if "fully_sharded" in name:
-        return "more workers, each with a smaller part of parameters, gradients and optimizer state"
+        there = "" if role.device == HOST else ", or offload=True, which keeps these in host memory"
+        return f"more workers, each with a smaller part of parameters, gradients and optimizer state{there}"
     where = "" if role.device == HOST else "; central_storage, which keeps the optimizer's state in host memory"
     return (
         "fully_sharded, under which each of N workers keeps 1/N of parameters, gradients and optimizer state, or an "

@@ -42,7 +42,7 @@ def check_recompute(
     Raises:
         UsageError: they differ; with the block and the first difference.
     """
-    choice = job.options.recompute
+    choice = job.options.again
     assert choice is not None
     names = find_blocks(module, choice)
     for objective in () if in_parts else objectives:
