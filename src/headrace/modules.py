@@ -23,6 +23,9 @@ from headrace.spec.options import require_count
 from headrace.spec.parameter_sets import ParameterSet, divide
 from headrace.spec.patterns import require_matches
 
+EXTRA_STATE = "_extra_state"
+"""The end of the key that a module's `get_extra_state` has in a state dict."""
+
 TRACING = threading.RLock()
 """Of the thread that traces a model: `torch.fx` changes torch's classes for all threads of the process meanwhile."""
 
@@ -309,6 +312,16 @@ def parameters_and_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in module.named_buffers():
         if name in kept:
             yield f"buffer/{name}", buffer
+
+
+def derived_state(module: nn.Module) -> list[str]:
+    """Returns the names of a state dict's tensors that are neither parameters, buffers nor extra state."""
+    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    return [
+        key
+        for key, each in module.state_dict(keep_vars=True).items()
+        if isinstance(each, Tensor) and id(each) not in own and not key.endswith(EXTRA_STATE)
+    ]
 
 
 def _spec(name: str, tensor: Tensor) -> ParameterSpec:

@@ -21,6 +21,7 @@ from headrace.api.probes.layers import (
     lazy_tensors,
     modes_text,
     no_sparse_gradients,
+    refuse_composed,
     refuse_sparse_layers,
     require_same_parameters,
 )
@@ -310,6 +311,7 @@ def _made(job: Job, in_parts: bool) -> tuple[Job, nn.Module, tuple[str, ...], Pa
     module = guarded(what, lambda: make_module(job))
     if not isinstance(module, nn.Module):
         raise JobError(f"the job's model must be or return a torch.nn.Module, got {type(module).__name__}")
+    refuse_composed(module)
     if build is not None and build.quick:
         build.compare(partial(make_module, replace(job, model=build.build)))
     refuse_sparse_layers(module)

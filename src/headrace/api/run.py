@@ -288,7 +288,15 @@ def load_model(module: nn.Module, path: Path) -> None:
                 state[name] = saved[name]
             elif isinstance(value, Tensor):
                 restore(value, saved[name])
-    module.load_state_dict(state)
+    unread = module.load_state_dict(state, strict=False)
+    # What a module writes and does not read (bitsandbytes' scales of numbers in 4 bits) must be what it makes itself.
+    made, others = module.state_dict(), unread.missing_keys
+    others += [name for name in unread.unexpected_keys if not torch.equal(made[name], saved[name])]
+    if others:
+        raise UsageError(
+            f"{path}: the model writes {', '.join(map(repr, others)):.200} and does not read it, and the job makes "
+            "another one now; build the model from the base that it was trained on"
+        )
     load_rows(sparse_layers(module), saved)
     forms.load_extra_states(module, saved)
     load_attributes(module, path.parent)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from headrace.devices import DEVICES, DeviceKind, kind_of, one_each
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
+from headrace.modules import derived_state
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import (
@@ -21,9 +22,6 @@ from headrace.spec.plan import (
 
 BALANCES = ("equal", "speed")
 """How a global batch is split."""
-
-EXTRA_STATE = "_extra_state"
-"""The end of the key that a module's `get_extra_state` has in a state dict."""
 
 COUNTS = ("workers", "stages", "devices")
 """What strategies call the option that says how many ranks compute."""
@@ -112,14 +110,7 @@ def refuse_coupled(name: str, model: ModelSpec) -> None:
 
 def refuse_derived_state(name: str, module: nn.Module) -> None:
     """Raises UsageError if a state dict has other tensors than the model, under a strategy whose ranks have parts."""
-    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    state = module.state_dict(keep_vars=True)
-    derived = [
-        key
-        for key, each in state.items()
-        if isinstance(each, Tensor) and id(each) not in own and not key.endswith(EXTRA_STATE)
-    ]
-    if derived:
+    if derived := derived_state(module):
         raise UsageError(
             f"{', '.join(map(repr, derived)):.200}: the model's state_dict makes these tensors of others (a hook, or a "
             f"state_dict of its own), and under {name} a worker has parts of the others; keep what is saved in "

@@ -20,9 +20,9 @@ from headrace.checkpoint.forms import extra_states, load_extra_states
 from headrace.checkpoint.spool import Spool
 from headrace.data.pipeline.order import derived
 from headrace.devices import HOST
-from headrace.errors import CorruptCheckpoint, HeadraceError, UsageError
+from headrace.errors import CheckpointMismatch, CorruptCheckpoint, HeadraceError, UsageError
 from headrace.machine.generators import random_state, set_random_state
-from headrace.modules import memory_of, parameters_and_buffers, restore
+from headrace.modules import derived_state, memory_of, parameters_and_buffers, restore
 from headrace.spec.plan import EVERY_WORKER, Plan
 from headrace.training.compute import Compute
 from headrace.training.embeddings.pieces import is_row_piece, is_row_value
@@ -325,9 +325,14 @@ class LoadedCheckpoint:
 
             if parts := parts_of(module):
                 parts.saved = lambda name: self._model[f"parameter/{name}"].clone()
+        beside = derived_state(module)
         with torch.no_grad():
             for name, tensor in parameters_and_buffers(module):
                 if not tensor.is_meta:
+                    own = f"{name.partition('/')[2]}."
+                    if any(each.startswith(own) for each in beside) and not torch.equal(tensor, self._model[name]):
+                        # Scales of numbers in 4 bits, say, which are those of the base that was built now.
+                        raise CheckpointMismatch(self.path, (f"{own[:-1]!r} has other values, and others beside it",))
                     restore(tensor, self._model[name])
 
     def load_buffers(self, module: nn.Module, rank: int, world: int) -> None:

@@ -195,6 +195,17 @@ def lazy_tensors(module: nn.Module) -> list[str]:
     return [name for name, each in (*module.named_parameters(), *module.named_buffers()) if is_lazy(each)]
 
 
+def refuse_composed(module: nn.Module) -> None:
+    """Raises JobError for tensors of torchao, and others that hold several tensors (`__tensor_flatten__`)."""
+    for name, each in (*module.named_parameters(), *module.named_buffers()):
+        if getattr(type(each), "__tensor_flatten__", None) is not None:
+            raise JobError(
+                f"{name!r} is a {type(each).__name__} of {type(each).__module__.partition('.')[0]}, which holds "
+                "several tensors, and workers and checkpoints carry one a parameter; quantise a frozen base by "
+                "bitsandbytes (load_in_4bit=True), or leave it as it is"
+            )
+
+
 def check_trained(module: nn.Module) -> None:
     """Raises JobError for a model without a dense parameter that is trained."""
     if any(parameter.requires_grad for parameter in module.parameters()):
