@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 122_565
+LINES = 122_595
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_984
@@ -16,11 +16,11 @@ CLOSURES = {
     "strategies.one_device": 10_040,
     "strategies.mirrored": 11_220,
     "strategies.central_storage": 13_290,
-    "worker.main": 20_450,
-    "engine.local.process": 22_100,
+    "worker.main": 20_460,
+    "engine.local.process": 22_120,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_880,
-    "api.fit": 33_560,
+    "api.fit": 33_580,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 
