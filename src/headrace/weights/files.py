@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from headrace.checkpoint.header import BYTES, NAMES, PREFIX
-from headrace.data.sources.storage import SourceFile, find_files, map_files
+from headrace.data.sources.storage import Remote, SourceFile, find_files, map_files
 from headrace.errors import DataError
 
 INDEX = "model.safetensors.index.json"
@@ -76,7 +76,7 @@ def find_tensors(where: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """
     place = absolute(where)
     if place.endswith(ENDING):
-        return _joined(find_files(_pattern(place), {}), place)
+        return _joined(_one(place), place)
     listed = _index(place)
     files = _files(place, sorted({*listed.values()}) or [_WHOLE])
     if not listed:
@@ -103,6 +103,14 @@ def absolute(where: str | os.PathLike[str]) -> str:
     return place.rstrip("/") if "://" in place else os.path.abspath(os.path.expanduser(place))
 
 
+def _one(place: str) -> list[SourceFile]:
+    try:
+        return find_files(_pattern(place), {})
+    except DataError as error:
+        instead = _instead(place) if "://" in place else "; the file does not exist"
+        raise DataError(f"weights={place!r} cannot be found{instead}") from error
+
+
 def _files(place: str, names: Sequence[str]) -> list[SourceFile]:
     """Returns the files of a folder; where a server lists no folders, those of the names that are there."""
     try:
@@ -121,7 +129,14 @@ def _files(place: str, names: Sequence[str]) -> list[SourceFile]:
 def _instead(place: str) -> str:
     """Says what is in the place of the files."""
     if "://" in place:
-        return ", or its server cannot be reached"
+        system, path = Remote(place, {}).open()
+        try:
+            system.info(path)
+        except Exception as error:  # clients of file systems have their own errors
+            # That it is not there is what they say of any answer, of which the cause tells more.
+            alone = isinstance(error, FileNotFoundError) and error.__cause__ is None
+            return "; its server has nothing there" if alone else f"; its server: {error.__cause__ or repr(error)}"
+        return ""
     if not os.path.isdir(place):
         return "; it is a file of another form" if os.path.exists(place) else "; the folder does not exist"
     names = sorted(os.listdir(place))

@@ -285,6 +285,8 @@ def _local(pattern: str) -> list[SourceFile]:
 def _remote(pattern: str, options: Mapping[str, Any]) -> list[SourceFile]:
     remote = Remote(pattern, options)
     system, path = remote.open()
+    # Files may have come, or been mended, since this process asked before.
+    system.invalidate_cache()
     try:
         details = system.glob(path, detail=True)
         known = {name: detail if detail.get("size") else system.info(name) for name, detail in details.items()}
