@@ -103,6 +103,9 @@ CONFIGURATIONS = {
     "context_parallel, 2": (text(), hr.ContextParallel(2)),
     "parameter_averaging, 2": (text(), hr.ParameterAveraging(2, period=2)),
     "gossip, 2": (text(), hr.Gossip(2)),
+    "pipeline, 2": (text(), hr.Pipeline(2, 4)),
+    "pipeline, 2, 1f1b, 3 x the batch": (text(batch=12), hr.Pipeline(2, 4, "1f1b")),
+    "pipeline, 2, recompute": (text(batch=12), hr.Pipeline(2, 4, recompute="always")),
     "mirrored, 2 x tensor_parallel, 2": (text(), hr.Hybrid(hr.Mirrored(2), hr.TensorParallel(2))),
     "mirrored, 2 x fully_sharded, 2": (text(), hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2))),
 }
@@ -129,6 +132,8 @@ def rows(chosen: list[str]) -> Iterator[tuple[str, int, int]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if unknown := [name for name in sys.argv[1:] if name not in CONFIGURATIONS]:
+        raise SystemExit(f"no configuration {unknown[0]!r}; there are {', '.join(map(repr, CONFIGURATIONS))}")
     ratios = []
     print("| configuration | planned, MB | held, MB | planned / held |\n|---|--:|--:|--:|", flush=True)
     for name, planned, there in rows(sys.argv[1:]):

@@ -183,7 +183,8 @@ class ProcessGroup(Collective):
     left to, of processes that may lie on several hosts and are all on one. `store` returns a store of torch.distributed
     where processes on several hosts have one, which only they can read. `start_barrier` comes to a barrier, and returns
     what waits for the others; None where a barrier cannot be divided. `start_when` is a `start_all_reduce` of a tensor
-    that is there when its first argument has been called; None where no thread waits for it.
+    that is there when its first argument has been called; None where no thread waits for it. `channels` makes what
+    stands for a pipeline's channels where one rank runs alone; None where all are there.
     """
 
     one_memory: bool = True
@@ -195,6 +196,7 @@ class ProcessGroup(Collective):
     store: Callable[[], Any] | None = None
     start_barrier: Callable[[], Callable[[], None]] | None = None
     start_when: Callable[[Callable[[], object], Tensor, Compression], Callable[[], None]] | None = None
+    channels: Callable[..., Any] | None = None
 
     def subgroup(self, members: Sequence[int]) -> ProcessGroup:
         """Returns a group of some of the ranks; every rank calls it at the same time, for the one it belongs to."""

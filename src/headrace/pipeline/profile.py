@@ -79,7 +79,7 @@ def profile(
     context = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
     with unchanged(module), limited_threads(threads), context:
         traced = trace(module, batch if sample is None else sample, objective.inputs)
-        groups = _groups(traced)
+        groups = groups_of(traced)
         set_train_modes(module)
         sweep = Sweep(module, cut(traced, groups), traced.inputs(batch), loss_of(objective, batch), device)
         saved, crossing = sweep.count()
@@ -109,7 +109,7 @@ def loss_of(objective: Objective, batch: Any) -> Callable[[Any], Tensor]:
     return loss
 
 
-def _groups(traced: TracedModel) -> list[list[str]]:
+def groups_of(traced: TracedModel) -> list[list[str]]:
     """Returns the names of layers, those together that cannot be parted."""
     groups: list[list[str]] = [[]]
     for layer in traced.layers:

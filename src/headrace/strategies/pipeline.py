@@ -272,6 +272,9 @@ def _require_room(
 def _channels(schedule: PipelineSchedule, stages: Sequence[Stage], context: WorkerContext) -> Channels:
     """Returns the channels of a rank: between devices where these are connected, else through the hosts' memory."""
     devices, found = context.device_group(), edges(stages, schedule)
+    if context.group.channels:
+        made: Channels = context.group.channels(found, schedule, context.module)
+        return made
     if devices is None or devices.peers is None:
         return MailChannels(found, context.group, context.device, buffers_of(stages))
     # Not on CPUs.

@@ -17,6 +17,7 @@ import headrace as hr
 from headrace.api.memory import quantised
 from headrace.api.memory.planning import plan_memory
 from headrace.cli import run
+from headrace.collectives.shared_memory import slot_bytes
 from headrace.errors import JobError, UsageError
 from headrace.report.format import byte_count
 from headrace.spec.events import WorkerEnded
@@ -45,14 +46,17 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 
 
 def job(
-    model: Callable[[], nn.Module] | nn.Module = stack, optimizer: Any = torch.optim.Adam, **options: Any
+    model: Callable[[], nn.Module] | nn.Module = stack,
+    optimizer: Any = torch.optim.Adam,
+    batch: int = 64,
+    **options: Any,
 ) -> hr.Job:
     return hr.Job(
         model=model,
         loss=squares,
         optimizer=partial(optimizer, lr=1e-3),
-        data=(torch.ones(128, WIDTH), torch.zeros(128, WIDTH)),
-        global_batch_size=64,
+        data=(torch.ones(2 * batch, WIDTH), torch.zeros(2 * batch, WIDTH)),
+        global_batch_size=batch,
         steps=2,
         options=hr.Options(**options),
     )
@@ -162,6 +166,33 @@ def test_the_job_and_random_numbers_stay_as_they_are() -> None:
     assert all(map(torch.equal, values, model.parameters()))
 
 
+def test_a_pipeline_is_planned_rank_by_rank() -> None:
+    plan = plan_memory(job(), hr.Pipeline(2, 4), choices=False)
+    assert plan.roles.keys() == {"rank 0", "rank 1"}
+    assert plan.peak == max(each.peak for each in plan.roles.values())
+    result = 64 * WIDTH * 4
+    for memory in plan.roles.values():
+        assert memory.parameters == PARAMETERS // 2
+        assert near(memory.state, PARAMETERS)
+        # Quarters of a result that wait for their receiver, four each way at most, and what a broadcast goes through.
+        assert 0 < memory.exchange - 4 * slot_bytes(2) <= 2 * result
+    # The first rank of GPipe holds what two blocks keep of all micro-batches: a result each.
+    large = plan_memory(job(batch=2048), hr.Pipeline(2, 4), choices=False).roles["rank 0"]
+    assert 2 * 32 * result <= large.activations <= 5 * 32 * result
+
+
+def test_a_schedule_and_recomputation_are_choices_of_a_pipeline() -> None:
+    plan = plan_memory(job(batch=1024), hr.Pipeline(2, 8))
+    assert {"recompute='always'", "schedule='1f1b'"} <= plan.choices.keys()
+    assert not any("accumulate" in name for name in (*plan.choices, *plan.impossible))
+    as_it_is = plan.memory.activations
+    for name in ("recompute='always'", "schedule='1f1b'"):
+        assert plan.choices[name].peak < plan.peak, name
+        assert plan.choices[name].activations < as_it_is, name
+    shown = str(plan).splitlines()
+    assert [line[:6] for line in shown[3:5]] == ["rank 0", "rank 1"]
+
+
 class Looking(nn.Linear):
     def forward(self, values: Tensor) -> Tensor:
         made = super().forward(values)
@@ -171,7 +202,6 @@ class Looking(nn.Linear):
 @pytest.mark.parametrize(
     ("given", "strategy", "error", "told"),
     [
-        (job(), hr.Pipeline(2), UsageError, "a stage of a pipeline waits for what others compute"),
         (job(), hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2)), UsageError, "a stage of a pipeline waits"),
         (job(), hr.ParameterServer(2), UsageError, "a worker of parameter_server waits for servers"),
         (job(compile=True), "one_device", UsageError, "leave compile out"),

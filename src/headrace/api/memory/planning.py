@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,26 +14,34 @@ from headrace.api.memory.quantised import in_8_bits
 from headrace.api.probes.losses import join_loss
 from headrace.api.probes.optimizers.probe import probe_optimizer
 from headrace.data.loading.loader import Loader, as_pipeline
+from headrace.devices import HOST
 from headrace.errors import DataError, HeadraceError, UsageError
 from headrace.machine.dynamo import postpone_compiler
 from headrace.machine.identity import detect
 from headrace.modules import describe
+from headrace.pipeline.profile import first_batch
+from headrace.policies.behaviour import Stages
+from headrace.policies.roles import bounds
 from headrace.prediction.memory.hollow import HollowMemory
 from headrace.prediction.memory.plan import MemoryPlan
 from headrace.prediction.memory.rank import HollowRank, RankMemory
+from headrace.prediction.memory.stages import Messages, layers_of, messages
 from headrace.spec.compute import LayerSpec
 from headrace.spec.job import Job, Share
 from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import check_options
 from headrace.spec.parameter_sets import one_optimizer
+from headrace.spec.plan import Plan
 from headrace.strategies import FullySharded, Strategy, resolve
 from headrace.strategies.context import ModelProbe
 from headrace.strategies.refusals import refuse
+from headrace.strategies.strategy import describe_options
 from headrace.training.deferred.parts import Deferral
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.user_code.trial import without_compilers
 from headrace.training.user_code.untouched import same_generators, untouched
-from headrace.worker.session import build_module, sample_of
+from headrace.training.whole_model import HALF, cut
+from headrace.worker.session import build_module, objective_of, sample_of
 
 _ALONE = "what its workers hold is not found by running one alone; headrace simulate estimates it"
 
@@ -43,7 +51,7 @@ def plan_memory(job: Job, strategy: str | Strategy, choices: bool = True) -> Mem
 
     Args:
         job: its model is made, and trained for three rounds, over tensors without values.
-        strategy: one whose workers all do the same: without servers or stages, and not `hr.ContextParallel`.
+        strategy: one without servers; of a pipeline each rank is planned.
         choices: whether other options, and `hr.FullySharded`, are tried, too.
 
     Raises:
@@ -60,16 +68,29 @@ def plan_memory(job: Job, strategy: str | Strategy, choices: bool = True) -> Mem
     check_options(job.options, "cpu")
     with torch.random.fork_rng(devices=[]), untouched(job.data), same_generators(), without_compilers():
         planning = _Planning(job, chosen)
-        memory = planning.memory(job, chosen)
+        roles = planning.roles(job, chosen)
         found: dict[str, RankMemory] = {}
         impossible: dict[str, str] = {}
         for name, other, way in _choices(job, chosen, planning.workers) if choices else ():
             try:
                 same = planning if other.optimizer is job.optimizer else _Planning(other, way)
-                found[name] = same.memory(other, way)
+                found[name] = _fullest(same.roles(other, way))
             except HeadraceError as error:
                 impossible[name] = str(error)
-    return MemoryPlan(chosen.name, planning.workers, planning.share.examples, memory, found, impossible)
+    count, examples = planning.workers, planning.share.examples
+    several = roles if len(roles) > 1 else {}
+    return MemoryPlan(chosen.name, count, examples, _fullest(roles), found, impossible, several)
+
+
+def stages_of(strategy: Strategy, workers: int = 1) -> Stages | None:
+    """Returns how a strategy divides one replica into stages; None where it does not, or does more besides."""
+    division = strategy.behave(workers).division
+    alone = "stages" in describe_options(strategy)
+    return division if isinstance(division, Stages) and alone else None
+
+
+def _fullest(roles: Mapping[str, RankMemory]) -> RankMemory:
+    return max(roles.values(), key=lambda each: each.peak)
 
 
 def _choices(job: Job, strategy: Strategy, workers: int) -> Iterator[tuple[str, Job, Strategy]]:
@@ -78,14 +99,21 @@ def _choices(job: Job, strategy: Strategy, workers: int) -> Iterator[tuple[str, 
     def with_(**changed: Any) -> Job:
         return replace(job, options=replace(options, **changed))
 
-    for recompute in ("full", "selective", None):
-        if recompute != options.recompute:
-            yield f"recompute={recompute!r}", with_(recompute=recompute), strategy
+    own = describe_options(strategy)
+    if stages_of(strategy):
+        for name, value in {"recompute": "always", "schedule": "1f1b"}.items():
+            if own[name] != value:
+                yield f"{name}={value!r}", job, type(strategy)(**{**own, name: value})
+    else:
+        for recompute in ("full", "selective", None):
+            if recompute != options.recompute:
+                yield f"recompute={recompute!r}", with_(recompute=recompute), strategy
     if options.precision == "fp32":
         yield "precision='bf16'", with_(precision="bf16"), strategy
     if eight := in_8_bits(job.optimizer):
         yield "state in 8 bits", replace(job, optimizer=eight), strategy
-    yield f"accumulate={2 * options.accumulate}", with_(accumulate=2 * options.accumulate), strategy
+    if not stages_of(strategy):
+        yield f"accumulate={2 * options.accumulate}", with_(accumulate=2 * options.accumulate), strategy
     sharded = FullySharded(workers, deferred=not isinstance(job.model, nn.Module))
     if workers > 1 and strategy.name != sharded.name:
         yield "hr.FullySharded", job, sharded
@@ -105,14 +133,36 @@ class _Planning:
         self.workers = plan.workers
         self.share = _share_of(job, plan.replicas)
 
-    def memory(self, job: Job, strategy: Strategy) -> RankMemory:
-        """Returns what the first worker holds, whose share is the largest."""
+    def roles(self, job: Job, strategy: Strategy) -> Mapping[str, RankMemory]:
+        """Returns what processes hold that differ: each stage, or the first worker, whose share is the largest."""
         refuse(strategy.refusals(), job.options)
         job = join_loss(job, strategy.whole_model)
         plan = strategy.plan(self._model, self._cluster)
         build = partial(build_module, replace(job, model=_in_parts(job) if strategy.in_parts else job.model))
         share = self.share
-        return HollowRank(job, self._model, strategy, plan, 0, build, share.batch, share.examples, self._lent).measure()
+        stages = stages_of(strategy, plan.workers)
+        sent = self._messages(job, stages.micro_batches, plan, build) if stages else {}
+
+        def measured(rank: int) -> RankMemory:
+            given = job, self._model, strategy, plan, rank, build, share.batch, share.examples, self._lent, sent
+            return HollowRank(*given).measure()
+
+        if not stages:
+            return {"worker 0": measured(0)}
+        return {f"rank {rank}": measured(rank) for rank in range(plan.workers)}
+
+    def _messages(self, job: Job, count: int, plan: Plan, build: Callable[[], nn.Module]) -> Mapping[int, Messages]:
+        share = self.share
+        pieces = {stop - start: (start, stop) for start, stop in bounds(share.examples, (1,) * count) if start < stop}
+        half = HALF.get(job.options.precision)
+        with HollowMemory() as memory, torch.autocast(HOST, half or torch.bfloat16, enabled=half is not None):
+            for each in self._lent:
+                memory.lend(each)
+            module, sample = build(), sample_of(job)
+            return {
+                size: messages(module, job.inputs, cut(share.batch, *piece, share.examples), sample, plan)
+                for size, piece in pieces.items()
+            }
 
     def _shapes(self, job: Job, strategy: Strategy) -> ModelSpec:
         with HollowMemory() as memory:
@@ -123,17 +173,19 @@ class _Planning:
                 raise UsageError("the rows of sparse embeddings that a batch uses are known when it is read; no plan")
         # Its trial compares values.
         found = probe_optimizer(one_optimizer(job.optimizer, "a plan of memory"), module.named_parameters())
+
+        def measure(request: ProfileRequest) -> tuple[LayerSpec, ...]:
+            if not stages_of(strategy):
+                raise UsageError(f"a stage of a pipeline waits for what others compute: {_ALONE}")
+            return layers_of(module, objective_of(job, module), first_batch(job, request.examples), sample_of(job))
+
         with memory:
             model = describe(module, found.sliceable)
             model = replace(model, copies=2 + found.kept, optimizer=found.needs)
             size, clip = job.global_batch_size, job.options.clip_norm
-            given = module, size, self._cluster, _no_stages, partial(sample_of, job), job.inputs, clip
+            given = module, size, self._cluster, measure, partial(sample_of, job), job.inputs, clip
             probe = ModelProbe(*given, tries=False)
             return strategy.inspect_model(model, probe)
-
-
-def _no_stages(_: ProfileRequest) -> tuple[LayerSpec, ...]:
-    raise UsageError(f"a stage of a pipeline waits for what others compute: {_ALONE}")
 
 
 def _in_parts(job: Job) -> Callable[[], nn.Module]:

@@ -32,6 +32,7 @@ class MemoryPlan:
         memory: as the job is.
         choices: the same with one thing changed, by what that is.
         impossible: why other choices cannot be had, by what they are.
+        roles: what each holds, where processes differ; `memory` is that of the fullest.
 
     Examples:
         >>> plan = hr.summary(job, hr.Mirrored(workers=2))
@@ -45,6 +46,7 @@ class MemoryPlan:
     memory: RankMemory
     choices: Mapping[str, RankMemory] = field(default_factory=dict)
     impossible: Mapping[str, str] = field(default_factory=dict)
+    roles: Mapping[str, RankMemory] = field(default_factory=dict)
 
     @property
     def peak(self) -> int:
@@ -61,7 +63,7 @@ class MemoryPlan:
         )
         widths = [_WIDTHS.get(name, _WIDTH) for name in (*_COLUMNS, "peak")]
         yield _row("", (*_COLUMNS, "peak"), widths)
-        for name, memory in {"as it is": self.memory, **self.choices}.items():
+        for name, memory in {"as it is": self.memory, **self.roles, **self.choices}.items():
             cells = [sum(getattr(memory, kind) for kind in kinds) for kinds in _COLUMNS.values()]
             yield _row(name, [byte_count(cell) if cell else "" for cell in (*cells, memory.peak)], widths)
         least = min(self.choices, key=lambda name: self.choices[name].peak, default="")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from headrace.checkpoint.trained_model import in_memory_of_their_own
 from headrace.collectives.base import ProcessGroup
 from headrace.prediction.memory.alone import OneOfGroup
 from headrace.prediction.memory.hollow import HollowMemory
+from headrace.prediction.memory.stages import Messages, OneRanksChannels
 from headrace.spec.job import Job, Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.parameter_sets import one_optimizer
@@ -84,6 +85,7 @@ class HollowRank:
         build: makes the model in the modes that it is trained in.
         batch, examples: its share of a batch.
         lent: what of the caller's the model is a copy of.
+        sent: of a pipeline what stages send each other of a micro-batch, by its examples.
     """
 
     job: Job
@@ -95,6 +97,7 @@ class HollowRank:
     batch: Any
     examples: int
     lent: Sequence[Tensor] = ()
+    sent: Mapping[int, Messages] = field(default_factory=dict)
 
     def measure(self) -> RankMemory:
         """Builds it, and trains until the optimizer's state is what it will stay."""
@@ -105,6 +108,9 @@ class HollowRank:
                 memory.lend(each)
             module = self.build()
             group = OneOfGroup(self.rank, self.plan.workers, memory.share)
+            group.channels = lambda edges, schedule, whole: OneRanksChannels(
+                edges, schedule, self.rank, whole, self.sent, memory.share
+            )
             replica = self._replica(module, group, closing)
             start, updater = memory.peak_bytes, _updater_of(replica)
             own = {_address(each) for each in (*module.parameters(), *updater.parameters)}
