@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import torch
 
+from headrace.checkpoint.header import NAMES, PREFIX
 from headrace.errors import UnfitMachine, UsageError
 from headrace.machine import disk
 from headrace.spec.weights import Weights
-from headrace.weights.files import ENDING, INDEX, absolute, find_tensors
+from headrace.weights.files import ENDING, INDEX, StoredTensor, absolute, find_tensors
+
+_CHUNK = 8 << 20
+_WORDS = {dtype: word for word, dtype in NAMES.items()}
 
 
 def save_like(weights: Weights, model: Path, path: Path) -> None:
-    """Writes the tensors of a run's `model.safetensors` as the stored ones are: one file after the other.
+    """Writes the tensors of a run's `model.safetensors` as the stored ones are, one piece after the other.
 
     Names are the model's. What was missing is in the first file, what was unused in none. What else is in a folder of
     this machine, such as `config.json`, is copied.
@@ -36,11 +40,11 @@ def save_like(weights: Weights, model: Path, path: Path) -> None:
     for name, each in find_tensors(weights.where).items():
         if not _fits(name, weights.unused):
             files.setdefault(each.file.name.rpartition("/")[2], []).append(weights.renamed(name))
-    with safe_open(model, "pt") as trained:
-        files[min(files)] += [name for name in trained.keys() if _fits(name, weights.missing)]  # noqa: SIM118
+    trained = find_tensors(model)
+    files[min(files)] += [name for name in trained if _fits(name, weights.missing)]
     try:
         path.mkdir(parents=True, exist_ok=True)
-        total = sum(_write(model, path / file, names) for file, names in files.items())
+        total = sum(_write(trained, path / file, names) for file, names in files.items())
         if len(files) > 1:
             listed = {name: file for file, names in files.items() for name in names}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(listed.items()))}
@@ -49,7 +53,7 @@ def save_like(weights: Weights, model: Path, path: Path) -> None:
             for other in source.iterdir():
                 if disk.is_file(other) and other.name != INDEX and other.suffix != ENDING:
                     shutil.copy(other, path / other.name)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise UnfitMachine(f"cannot save the model to {path}: {error}") from error
 
 
@@ -57,11 +61,26 @@ def _fits(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _write(model: Path, path: Path, names: list[str]) -> int:
-    """Writes some tensors as a file, and returns their bytes; no more than these are in memory."""
-    with safe_open(model, "pt") as stored:
-        tensors = {name: stored.get_tensor(name) for name in names}
+def _write(trained: Mapping[str, StoredTensor], path: Path, names: Iterable[str]) -> int:
+    """Writes some tensors as a file, of which one piece at a time is in memory; returns their bytes."""
+    sizes = {name: getattr(torch, trained[name].dtype).itemsize for name in names}
+    # In the order of the safetensors library.
+    order = sorted(sizes, key=lambda name: (-sizes[name], name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name in order:
+        end = begin + sizes[name] * trained[name].elements
+        shape = list(trained[name].shape)
+        header[name] = {"dtype": _WORDS[trained[name].dtype], "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % PREFIX)
     part = path.with_name(f"{path.name}.part")
-    save_file(tensors, part, {"format": "pt"})
+    with part.open("wb") as file:
+        file.write(len(text).to_bytes(PREFIX, "little") + text)
+        for name in order:
+            each, size = trained[name], sizes[name] * trained[name].elements
+            for at in range(0, size, _CHUNK):
+                file.write(each.file.read(each.begin + at, min(_CHUNK, size - at)))
     part.rename(path)
-    return sum(each.nbytes for each in tensors.values())
+    return begin
