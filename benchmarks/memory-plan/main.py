@@ -105,6 +105,7 @@ CONFIGURATIONS = {
     "gossip, 2": (text(), hr.Gossip(2)),
     "pipeline, 2": (text(), hr.Pipeline(2, 4)),
     "pipeline, 2, 1f1b, 3 x the batch": (text(batch=12), hr.Pipeline(2, 4, "1f1b")),
+    "pipeline, 2, 12 x the batch": (text(batch=48), hr.Pipeline(2, 4)),
     "pipeline, 2, recompute": (text(batch=12), hr.Pipeline(2, 4, recompute="always")),
     "mirrored, 2 x tensor_parallel, 2": (text(), hr.Hybrid(hr.Mirrored(2), hr.TensorParallel(2))),
     "mirrored, 2 x fully_sharded, 2": (text(), hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2))),
