@@ -308,7 +308,7 @@ def test_models_that_recompute_by_themselves_are_not_doubled() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"recompute": 3}, "recompute is 'full', 'selective', or patterns"),
+        ({"recompute": 3}, "recompute is 'full', 'selective', 'offload', or patterns"),
         ({"recompute": ""}, "None switches it off"),
         ({"recompute": ["a", 2]}, "recompute is 'full'"),
         ({"recompute": "full", "compile": True}, "a compiled model chooses by itself"),
