@@ -20,7 +20,14 @@ LOOSE = {"batches", "metrics", "targets", "tasks", "trees"}
 SIDEWAYS: set[tuple[str, str]] = set()
 """Room and module: the loader makes the `Share` that the compute takes."""
 
-FRONTS = {"headrace", "headrace.data", "headrace.metrics", "headrace.strategies", "headrace.tasks"}
+FRONTS = {
+    "headrace",
+    "headrace.accelerate",
+    "headrace.data",
+    "headrace.metrics",
+    "headrace.strategies",
+    "headrace.tasks",
+}
 """What users import from."""
 ENTRIES = {"headrace.strategies", "headrace.data.sources", "headrace.pipeline.schedules"}
 """One file an entry of a dict, however many there are."""

@@ -25,7 +25,9 @@ from headrace.api import comparison, fit
 
 FRONTS = {
     "hr": hr,
-    **{f"hr.{name}": importlib.import_module(f"headrace.{name}") for name in ("data", "metrics", "tasks")},
+    **{
+        f"hr.{name}": importlib.import_module(f"headrace.{name}") for name in ("accelerate", "data", "metrics", "tasks")
+    },
 }
 NAMES = {f"{front}.{name}": getattr(module, name) for front, module in FRONTS.items() for name in module.__all__}
 PACKAGES = {

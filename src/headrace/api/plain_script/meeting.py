@@ -76,13 +76,14 @@ class Meeting:
         comparisons: what compares the parameters of all ranks.
         thread: the one that trains.
         made: what the losses since the last meeting are made of.
+        gathers: how often the processes have gathered values.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.rank, self.world = group.rank, group.world
         self.deliveries = Deliveries()
-        self.passes = self.steps = 0
+        self.passes = self.steps = self.gathers = 0
         self.weight = 1.0 / group.world
         self.optimizers: list[torch.optim.Optimizer] = []
         self.comparisons: list[Callable[[], None]] = []
@@ -158,6 +159,7 @@ class Meeting:
             PeerLost: a process was lost.
         """
         given = self.deliveries
+        self.gathers += act == GATHER
         own = _Record(
             *(act, model, self.passes, self.steps, given.batches, given.epoch, given.index, given.order),
             *(state, self._options_digest(), examples, chosen, zlib.crc32(repr(self.made).encode())),

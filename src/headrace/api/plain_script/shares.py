@@ -129,7 +129,7 @@ class ShareLoader:
 
     def _give(self, shares: Iterator[Any], parts: deque[_Part], meeting: Meeting) -> Iterator[Any]:
         deliveries, given = meeting.deliveries, list[Delivery]()
-        epoch, index, passes = deliveries.begin(), 0, meeting.passes
+        epoch, index, before = deliveries.begin(), 0, (meeting.passes, meeting.gathers)
         trains = threading.current_thread() is meeting.thread
         try:
             for batch in shares:
@@ -162,8 +162,10 @@ class ShareLoader:
             deliveries.leave(given)
             raise
         deliveries.end(given)
-        if trains and index and meeting.passes == passes:
-            meeting.compare()
+        if not trains or not index or meeting.passes != before[0]:
+            return
+        meeting.compare()
+        if meeting.gathers == before[1]:
             meeting.say(
                 "an iteration over a divided loader had no backward pass: what the script computes there (a metric, "
                 "statistics of a copy of the model) is of each process's share. hr.processes().mean(value, examples) "

@@ -46,6 +46,11 @@ def local_rank() -> int:
     return int(given) if given.isdecimal() else 0
 
 
+def accelerate_option(name: str) -> str | None:
+    """Returns an option that `accelerate launch` has passed on, as MIXED_PRECISION; None if it has not."""
+    return os.environ.get(f"ACCELERATE_{name}")
+
+
 def start_timeout_s() -> float:
     """Returns how long processes wait for each other to start; raises UsageError if that is set to no such number."""
     given = os.environ.get(START_TIMEOUT, str(_START_TIMEOUT_S))
