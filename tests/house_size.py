@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 122_885
+LINES = 124_305
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_015
@@ -17,10 +17,10 @@ CLOSURES = {
     "strategies.mirrored": 11_230,
     "strategies.central_storage": 13_290,
     "worker.main": 20_470,
-    "engine.local.process": 22_120,
+    "engine.local.process": 22_130,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_880,
-    "api.fit": 33_580,
+    "api.fit": 33_590,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 
