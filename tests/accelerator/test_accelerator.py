@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from headrace.accelerate import Accelerator, get_logger
 from headrace.accelerate.batches import Groups
 from headrace.accelerate.loaders import PreparedLoader
-from headrace.accelerate.progress import Progress
+from headrace.accelerate.progress import LoopProgress
 from headrace.api.plain_script.meeting import Meeting
 from headrace.api.plain_script.processes import ScriptProcesses
 from headrace.errors import UnknownName, UsageError
@@ -149,7 +149,7 @@ def test_loaders_that_cannot_be_divided_are_refused() -> None:
         (DataLoader(data, batch_size=None), False, "has no batch_size"),
     ):
         with pytest.raises(UsageError, match=said):
-            PreparedLoader(loader, Progress(1), two_processes(), split=split)
+            PreparedLoader(loader, LoopProgress(1), two_processes(), split=split)
 
 
 def test_numbers_and_lines_are_written(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from headrace.accelerate.base import Settings
 from headrace.accelerate.gathering import Gathering
 from headrace.accelerate.logs import Logging
 from headrace.accelerate.ordering import Ordering
-from headrace.accelerate.progress import Progress
+from headrace.accelerate.progress import LoopProgress
 from headrace.accelerate.saving import Saving
-from headrace.accelerate.training import Preparing, Training
+from headrace.accelerate.training import Looping, Preparing
 from headrace.api.plain_script.setup import processes
 from headrace.engine.torchrun.address import accelerate_option, local_rank
 from headrace.errors import UnknownName, UsageError
@@ -21,7 +22,7 @@ _IGNORED = {"cpu": None, "rng_types": None, "dynamo_backend": "no", "gradient_ac
 _CONFIG = {"dispatch_batches": None, "use_seedable_sampler": False, "use_stateful_dataloader": False}
 
 
-class Accelerator(Preparing, Training, Gathering, Ordering, Saving, Logging):
+class Accelerator(Preparing, Looping, Gathering, Ordering, Saving, Logging):
     """What a script written for Accelerate trains by: only its import changes.
 
     The numbers are those of Accelerate with as many processes: each process takes a batch of the loader in turn, or,
@@ -64,7 +65,7 @@ class Accelerator(Preparing, Training, Gathering, Ordering, Saving, Logging):
         **options: Any,
     ) -> None:
         steps = int(accelerate_option("GRADIENT_ACCUMULATION_STEPS") or gradient_accumulation_steps)
-        progress = Progress(_steps(options.get("gradient_accumulation_plugin"), steps))
+        progress = LoopProgress(_steps(options.get("gradient_accumulation_plugin"), steps))
         super().__init__(processes(), local_rank(), progress, log_with=log_with)
         precision = str(mixed_precision or accelerate_option("MIXED_PRECISION") or "no")
         if precision not in _PRECISIONS:
@@ -78,10 +79,20 @@ class Accelerator(Preparing, Training, Gathering, Ordering, Saving, Logging):
                 "even_batches=False lets some processes have fewer batches than others, and all of them take part in "
                 "every step; leave it out, or give the loader drop_last=True"
             )
-        self.split_batches = bool(split_batches or getattr(config, "split_batches", False))
-        self.mixed_precision, self.device_placement = precision, device_placement
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self._place(project_dir, options.pop("project_config", None))
+        files = options.pop("project_config", None)
+        project = project_dir or getattr(files, "project_dir", None)
+        logs = getattr(files, "logging_dir", None) or project
+        self._set = Settings(
+            *(bool(split_batches or getattr(config, "split_batches", False)), precision),
+            *(device_placement, step_scheduler_with_optimizer),
+            Path(project) if project else None,
+            Path(logs) if logs else None,
+            bool(getattr(files, "automatic_checkpoint_naming", False)),
+            getattr(files, "total_limit", None),
+            int(getattr(files, "iteration", 0)),
+        )
+        self.split_batches, self.mixed_precision = self._set.split, precision
+        self.project_dir, self.logging_dir = self._set.project, self._set.logs
         for name, value in options.items():
             if name not in _IGNORED and value not in (None, []):
                 raise UsageError(f"Accelerator({name}=...) is not carried; leave it out, or use hr.fit with a strategy")
@@ -97,17 +108,9 @@ class Accelerator(Preparing, Training, Gathering, Ordering, Saving, Logging):
             f"headrace.accelerate.Accelerator has no {name}: what Accelerate does by it is not carried; take it out"
         )
 
-    def _place(self, given: Any, config: Any) -> None:
-        """Notes where files go, from the argument or a ProjectConfiguration."""
-        project = given or getattr(config, "project_dir", None)
-        self.project_dir = Path(project) if project else None
-        logs = getattr(config, "logging_dir", None) or project
-        self.logging_dir = Path(logs) if logs else None
-        self._naming = (
-            bool(getattr(config, "automatic_checkpoint_naming", False)),
-            getattr(config, "total_limit", None),
-            int(getattr(config, "iteration", 0)),
-        )
+    @property
+    def _settings(self) -> Settings:
+        return self._set
 
 
 def _steps(plugin: Any, steps: int) -> int:

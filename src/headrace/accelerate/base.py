@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from headrace.accelerate.loaders import PreparedLoader
-from headrace.accelerate.progress import Progress
+from headrace.accelerate.progress import LoopProgress
 from headrace.accelerate.steps import PreparedOptimizer, PreparedScheduler
 from headrace.api.plain_script.processes import ScriptProcesses
 
 
-class Prepared:
+class Settings(NamedTuple):
+    """What a script has set.
+
+    Attributes:
+        split: the loader's batch size is that of all processes together.
+        precision: "no" or "bf16".
+        places: models and batches are moved to this process's device.
+        with_optimizer: schedules step where the optimizers do.
+        project, logs: where files go, and those of trackers.
+        numbers: states are numbered.
+        keeps: how many numbered states are kept; None for all.
+        first: the number of the first one.
+    """
+
+    split: bool
+    precision: str
+    places: bool
+    with_optimizer: bool
+    project: Path | None
+    logs: Path | None
+    numbers: bool
+    keeps: int | None
+    first: int
+
+
+class Prepared(ABC):
     """The script's processes and parts.
 
     Attributes:
@@ -22,7 +49,7 @@ class Prepared:
         device: where this process computes.
     """
 
-    def __init__(self, here: ScriptProcesses, local: int, progress: Progress) -> None:
+    def __init__(self, here: ScriptProcesses, local: int, progress: LoopProgress) -> None:
         self.num_processes, self.process_index, self.local_process_index = here.world, here.rank, local
         self.is_main_process, self.is_local_main_process = here.is_first, local == 0
         self.is_last_process = here.rank == here.world - 1
@@ -35,6 +62,11 @@ class Prepared:
         self._loaders: list[PreparedLoader] = []
         self._registered: list[Any] = []
         self._trained: list[tuple[set[int], nn.Module]] = []
+
+    @property
+    @abstractmethod
+    def _settings(self) -> Settings:
+        """What the script has set."""
 
     @property
     def sync_gradients(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from headrace.accelerate.batches import Groups, JoinedBatches, JoinedStream, set_epoch
-from headrace.accelerate.progress import Progress
+from headrace.accelerate.progress import LoopProgress
 from headrace.api.plain_script.processes import ScriptProcesses
 from headrace.api.plain_script.script import join_script
 from headrace.api.plain_script.shares import ShareLoader
@@ -36,7 +36,7 @@ class PreparedLoader:
     def __init__(
         self,
         loader: DataLoader[Any],
-        progress: Progress,
+        progress: LoopProgress,
         here: ScriptProcesses,
         device: torch.device | None = None,
         split: bool = False,

@@ -37,6 +37,10 @@ def get_logger(name: str, log_level: str | None = None) -> logging.LoggerAdapter
     Args:
         name: of the logger.
         log_level: from which it logs, "INFO".
+
+    Examples:
+        >>> from headrace.accelerate import get_logger
+        >>> get_logger("train").info("begins")
     """
     logger = logging.getLogger(name)
     if log_level is not None:
@@ -75,9 +79,6 @@ class TensorBoardTracker:
 class Logging(Prepared):
     """Numbers of a script, by step. The first process writes them."""
 
-    project_dir: Path | None = None
-    logging_dir: Path | None = None
-
     def __init__(self, *given: Any, log_with: Any = None) -> None:
         super().__init__(*given)
         listed = list(log_with) if isinstance(log_with, list | tuple) else [] if log_with is None else [log_with]
@@ -95,7 +96,7 @@ class Logging(Prepared):
             if not isinstance(each, str):
                 self.trackers.append(each)
                 continue
-            folder = self.logging_dir or self.project_dir
+            folder = self._settings.logs
             if folder is None:
                 raise UsageError('log_with="tensorboard" needs a folder: Accelerator(project_dir="logs")')
             self.trackers.append(TensorBoardTracker(folder, project_name, config or {}))

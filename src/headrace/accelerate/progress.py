@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Progress:
+class LoopProgress:
     """What the parts of an Accelerator know in common.
 
     Attributes:

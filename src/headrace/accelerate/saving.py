@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from headrace.accelerate.base import Prepared
 from headrace.checkpoint.forms import decode, encode
 from headrace.errors import DataError, UsageError
+from headrace.machine import disk
 from headrace.trees import as_json, from_json
 
 _PARTS = "state.safetensors"
@@ -28,8 +29,7 @@ _PREFIX = "checkpoint_"
 class Saving(Prepared):
     """Files of a script. All processes call the same methods; the first one writes."""
 
-    project_dir: Path | None = None
-    _naming: tuple[bool, int | None, int] = (False, None, 0)
+    _states_saved = 0
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Lets objects with `state_dict` and `load_state_dict` be saved and loaded with the rest.
@@ -94,8 +94,7 @@ class Saving(Prepared):
             self._keep_few(path)
 
         self._here.on_first(write)
-        automatic, most, count = self._naming
-        self._naming = (automatic, most, count + automatic)
+        self._states_saved += 1
         return str(path)
 
     def load_state(self, input_dir: Any = None, **_: Any) -> None:
@@ -114,7 +113,8 @@ class Saving(Prepared):
             parts = decode(load_file(path / _PARTS))
             models = [load_file(path / _model_name(place)) for place in range(len(self._models))]
         except (OSError, SafetensorError, KeyError, ValueError) as error:
-            pickled = [each.name for each in path.glob("*") if each.suffix in (".bin", ".pkl")] if path.is_dir() else []
+            found = path.iterdir() if disk.is_folder(path) else ()
+            pickled = [each.name for each in found if each.suffix in (".bin", ".pkl")]
             remedy = (
                 f"it has {pickled[0]}, which Accelerate wrote and which is pickled: load the model's file alone"
                 if pickled
@@ -150,10 +150,10 @@ class Saving(Prepared):
             yield f"{type(loader).__name__} {place}", (loader.state, loader.load)
 
     def _folder(self, given: Any) -> Path:
-        automatic, _, count = self._naming
-        if automatic and self.project_dir:
-            path = self.project_dir / "checkpoints" / f"{_PREFIX}{count}"
-            if path.exists():
+        project = self._settings.project
+        if self._settings.numbers and project:
+            path = project / "checkpoints" / f"{_PREFIX}{self._settings.first + self._states_saved}"
+            if disk.exists(path):
                 raise UsageError(f"{path} exists; set the project configuration's iteration to the next number")
             return path
         if given is None:
@@ -167,13 +167,14 @@ class Saving(Prepared):
         return numbered[-1]
 
     def _numbered(self) -> list[Path]:
-        folder = self.project_dir / "checkpoints" if self.project_dir else None
+        project = self._settings.project
+        folder = project / "checkpoints" if project else None
         found = folder.glob(f"{_PREFIX}*") if folder else ()
         return [each for each in found if each.name.removeprefix(_PREFIX).isdecimal()]
 
     def _keep_few(self, newest: Path) -> None:
-        automatic, most, _ = self._naming
-        if automatic and most is not None:
+        most = self._settings.keeps
+        if self._settings.numbers and most is not None:
             older = sorted((each for each in self._numbered() if each != newest), key=_number)
             for each in older[: len(older) + 1 - most]:
                 shutil.rmtree(each)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.accelerate.progress import Progress
+from headrace.accelerate.progress import LoopProgress
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
@@ -22,7 +22,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     step_was_skipped = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, progress: LoopProgress) -> None:
         # Not that of the base: it would make groups and state of its own.
         self.optimizer, self._progress = optimizer, progress
 
@@ -66,7 +66,7 @@ class PreparedScheduler:
     With `split_batches=True` it steps once: batches are those of one process then.
     """
 
-    def __init__(self, scheduler: Any, progress: Progress, times: int | None, with_optimizer: bool) -> None:
+    def __init__(self, scheduler: Any, progress: LoopProgress, times: int | None, with_optimizer: bool) -> None:
         self.scheduler = scheduler
         self._progress, self._times, self._with_optimizer = progress, times, with_optimizer
 

@@ -22,11 +22,6 @@ from headrace.trees import widened
 class Preparing(Prepared):
     """What a script hands over before it trains."""
 
-    split_batches = False
-    mixed_precision = "no"
-    step_scheduler_with_optimizer = True
-    device_placement = True
-
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
         """Returns what the script trains by, in the order of the arguments: models, optimizers, loaders, schedules.
 
@@ -65,8 +60,8 @@ class Preparing(Prepared):
         """Prepares one loader."""
         if isinstance(data_loader, PreparedLoader):
             return data_loader
-        device = self.device if self.device_placement and self.device.type != "cpu" else None
-        loader = PreparedLoader(data_loader, self._progress, self._here, device, self.split_batches)
+        device = self.device if self._settings.places and self.device.type != "cpu" else None
+        loader = PreparedLoader(data_loader, self._progress, self._here, device, self._settings.split)
         self._loaders.append(loader)
         return loader
 
@@ -74,8 +69,8 @@ class Preparing(Prepared):
         """Prepares one schedule of learning rates."""
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
-        times = None if self.split_batches else self.num_processes
-        schedule = PreparedScheduler(scheduler, self._progress, times, self.step_scheduler_with_optimizer)
+        times = None if self._settings.split else self.num_processes
+        schedule = PreparedScheduler(scheduler, self._progress, times, self._settings.with_optimizer)
         self._schedulers.append(schedule)
         return schedule
 
@@ -103,9 +98,9 @@ class Preparing(Prepared):
     def _model(self, model: nn.Module) -> nn.Module:
         if any(model is known for known in self._models):
             return model
-        if self.device_placement:
+        if self._settings.places:
             model.to(self.device)
-        if self.mixed_precision == "bf16":
+        if self._settings.precision == "bf16":
             plain = model.forward
 
             def forward(*values: Any, **named: Any) -> Any:
@@ -156,10 +151,9 @@ class Preparing(Prepared):
         train_together(self._trained[-1][1], optimizer, None, "mirrored", "mean")
 
 
-class Training(Prepared):
+class Looping(Prepared):
     """The passes and steps of a loop."""
 
-    mixed_precision = "no"
     optimizer_step_was_skipped = False
 
     def backward(self, loss: Tensor, **named: Any) -> None:
@@ -178,7 +172,7 @@ class Training(Prepared):
 
     def autocast(self, *_: Any, **__: Any) -> AbstractContextManager[Any]:
         """Lets what runs inside compute in the mixed precision, as prepared models do."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed_precision == "bf16")
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._settings.precision == "bf16")
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales gradients down to a norm; returns the norm that they had.

@@ -112,6 +112,15 @@ class Script:
             SynchronizedSteps(optimizer, known, meeting, central)
         return shares
 
+    def let_draw(self) -> None:
+        """Lets each process draw random numbers of its own: after the weights, which all draw alike."""
+        self.meeting.part()
+        self.meeting.say(
+            f"{self.meeting.world} processes divide each batch, in the order of the script alone; from here on each "
+            "draws random numbers of its own (dropout, noise, mixup of its share), so a script that draws some has "
+            "another result than alone"
+        )
+
     def _notice(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Says that an optimizer steps over parameters that setup was not given."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

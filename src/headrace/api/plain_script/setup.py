@@ -112,13 +112,7 @@ def setup(
         record_steps(model, optimizer, loader, strategy)
         return model, optimizer, loader if loader is None or isinstance(loader, ShareLoader) else ShareLoader(loader)
     script, shares = train_together(model, optimizer, loader, strategy, reduction, timeout_s, encrypt)
-    # After the weights, which all processes draw alike.
-    script.meeting.part()
-    script.meeting.say(
-        f"{ranks} processes divide each batch, in the order of the script alone; from here on each draws random "
-        "numbers of its own (dropout, noise, mixup of its share), so a script that draws some has another result than "
-        "alone"
-    )
+    script.let_draw()
     record_steps(model, optimizer, loader, strategy)
     return model, optimizer, shares
 
