@@ -21,6 +21,20 @@ from headrace.api.plain_script.processes import ScriptProcesses
 from headrace.errors import UnknownName, UsageError
 
 
+class DistributedDataParallelKwargs:
+    """Named as Accelerate's."""
+
+    def __init__(self, comm_hook: str = "no") -> None:
+        self.comm_hook = comm_hook
+
+    def __repr__(self) -> str:
+        return f"DistributedDataParallelKwargs({self.comm_hook})"
+
+
+def test_a_handler_that_changes_no_numbers_is_taken() -> None:
+    assert Accelerator(kwargs_handlers=[DistributedDataParallelKwargs()]).sync_gradients
+
+
 def test_a_script_in_one_process_trains_as_without_it() -> None:
     def train(accelerated: bool) -> list[list[float]]:
         torch.manual_seed(3)
@@ -87,7 +101,8 @@ def test_a_short_batch_between_others_is_refused() -> None:
     ("options", "said"),
     [
         ({"fsdp_plugin": object()}, r"Accelerator\(fsdp_plugin=...\) is not carried"),
-        ({"kwargs_handlers": [1]}, "kwargs_handlers"),
+        ({"kwargs_handlers": [1]}, "the handler 1 is not carried"),
+        ({"kwargs_handlers": [DistributedDataParallelKwargs("fp16")]}, "the handler .*fp16.* is not carried"),
         ({"gradient_accumulation_steps": 0}, "is 0, and at least 1"),
         ({"dataloader_config": SimpleNamespace(use_seedable_sampler=True)}, "use_seedable_sampler"),
         (

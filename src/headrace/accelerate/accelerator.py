@@ -19,6 +19,8 @@ from headrace.errors import UnknownName, UsageError
 
 _PRECISIONS = ("bf16", "no")
 _IGNORED = {"cpu": None, "rng_types": None, "dynamo_backend": "no", "gradient_accumulation_plugin": None}
+_HANDLERS = ("DistributedDataParallelKwargs", "GradScalerKwargs", "InitProcessGroupKwargs")
+"""Whose settings change no numbers: of buckets, unused parameters and timeouts, and of the scaling for fp16."""
 _CONFIG = {"dispatch_batches": None, "use_seedable_sampler": False, "use_stateful_dataloader": False}
 
 
@@ -93,6 +95,10 @@ class Accelerator(Preparing, Looping, Gathering, Ordering, Saving, Logging):
         )
         self.split_batches, self.mixed_precision = self._set.split, precision
         self.project_dir, self.logging_dir = self._set.project, self._set.logs
+        for handler in options.pop("kwargs_handlers", None) or ():
+            hook = getattr(handler, "comm_hook", "no")
+            if type(handler).__name__ not in _HANDLERS or getattr(hook, "value", hook) != "no":
+                raise UsageError(f"the handler {handler} is not carried; leave it out of kwargs_handlers")
         for name, value in options.items():
             if name not in _IGNORED and value not in (None, []):
                 raise UsageError(f"Accelerator({name}=...) is not carried; leave it out, or use hr.fit with a strategy")
