@@ -88,6 +88,9 @@ def main() -> None:
         follow()
     elif DEED == "contradict":
         hr.fit(make_job(), hr.Mirrored(3))
+    elif DEED == "nested":
+        say(deed=DEED, at=time.monotonic())
+        hr.fit(make_job(), hr.Hybrid(hr.Mirrored(2), hr.FullySharded(4)))
     else:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         run = hr.launch(deeds(DEEDS[DEED]), long_job(), "mirrored", timeout_s=2, run_dir="run")

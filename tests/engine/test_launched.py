@@ -54,6 +54,14 @@ def test_processes_that_have_not_come_are_named(fork_server: ForkServer, tmp_pat
     assert [wanted in log for log in ended.logs] == [True, True]
 
 
+def test_rank_0_alone_says_at_once_that_a_nesting_is_of_another_number(fork_server: ForkServer, tmp_path: Path) -> None:
+    ended = run_ranks(fork_server, tmp_path, SCRIPT, ["nested"], launcher(4, "127.0.0.1")[:1], 1)
+    said = ended.one(0, "error")
+    assert said["error"] == "InfeasiblePlan"
+    assert "hybrid(mirrored(2), fully_sharded(4)) is 8 processes, and the launcher started 4" in said["message"]
+    assert said["at"] - ended.one(0, "deed")["at"] < NOTICED_S
+
+
 def test_rank_0_is_told_of_events_while_it_trains(start: Start) -> None:
     ended = start("follow")
     assert ended.one(0, "heard")["heard"]
@@ -68,7 +76,9 @@ def test_a_number_of_workers_that_contradicts_the_launcher(start: Start) -> None
     for rank in range(2):
         said = ended.one(rank, "error")
         assert said["error"] == "InfeasiblePlan"
-        assert "asks for 3 workers and the launcher started 2 processes; leave workers out, or" in said["message"]
+        assert said["message"] == (
+            "mirrored(3) is 3 processes, and the launcher started 2; start 3, or give other numbers of workers"
+        )
 
 
 @pytest.mark.parametrize("victim", [0, 1])

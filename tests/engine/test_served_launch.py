@@ -65,8 +65,8 @@ def test_numbers_that_contradict_the_launcher(start: Start) -> None:
     assert ended.codes == {0: 2, 1: 2, 2: 2}
     for rank in range(WORLD):
         message = ended.one(rank, "error")["message"]
-        assert "asks for 3 workers and 1 servers and the launcher started 3 processes" in message
-        assert "start 4, or ask for fewer" in message
+        assert message.startswith("parameter_server(3) is 4 processes, 1 of which are servers or their backups, and ")
+        assert "the launcher started 3; start 4, or give other numbers of workers" in message
 
 
 @pytest.mark.parametrize("victim", [SERVER, 1])

@@ -17,7 +17,7 @@ import headrace as hr
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import UsageError
 from strategies.contract_runs import distance, train
-from strategies.mixtures import ADAMW, Blended, Chained, OwnStacked, Reader, Routed, read
+from strategies.mixtures import ADAMW, Blended, Chained, OwnStacked, Reader, Routed, Scaled, read
 
 
 def unequal(model: Reader) -> None:
@@ -42,6 +42,7 @@ JOBS: dict[str, Callable[[], hr.Job]] = {
     "list": read,
     "dense": partial(read, Blended),
     "stacked": partial(read, OwnStacked),
+    "buffers": partial(read, Scaled),
     "uneven": partial(read, partial(Routed, 5)),
     "uneven stacked": partial(read, partial(OwnStacked, 7)),
     "rare experts": partial(read, partial(Routed, 16, 1)),

@@ -200,7 +200,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     ranks = launched_ranks() if arguments.engine is None else None
     launched = _launched(ranks)
     if launched:
-        launched.begin(wanted, arguments.timeout_s)
+        launched.begin(chosen, wanted, arguments.timeout_s)
     known = Cluster.load(arguments.cluster) if isinstance(arguments.cluster, str | Path) else arguments.cluster
     with _machines(chosen, arguments, ranks) as cluster:
         # A data set may count or draw what is read of it; the run begins with it as it was.

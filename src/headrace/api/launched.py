@@ -46,6 +46,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.events import LAUNCHER
 from headrace.spec.plain import from_plain
 from headrace.strategies import Strategy
+from headrace.strategies.started import require_started
 from headrace.worker.attributes import SameBuild
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import ResumePoint, RunSpec
@@ -63,9 +64,13 @@ class Launched:
         self._ranks = ranks
         self._group: LaunchedGroup | None = None
 
-    def begin(self, run_dir: Path | None, timeout_s: float) -> None:
-        """Finds who leads a run that is under way, which this process may come back to."""
+    def begin(self, strategy: Strategy, run_dir: Path | None, timeout_s: float) -> None:
+        """Finds who leads a run that is under way, which this process may come back to.
+
+        Raises InfeasiblePlan where the strategy is for another number of processes.
+        """
         tell_uncaught()
+        require_started(strategy, self._ranks)
         if run_dir:
             find_leader(run_dir, timeout_s + _SUCCESSION_S)
 

@@ -23,7 +23,6 @@ from headrace.errors import UsageError
 from headrace.expert_parallel.finding import ExpertSet, bounds_of
 from headrace.expert_parallel.rows import RowLink, send, transposed
 from headrace.machine.generators import forked_generators, random_states, set_random_states
-from headrace.modules import restore
 from headrace.trees import map_tensors
 
 
@@ -83,11 +82,16 @@ class ListedExperts:
         return made if back is None else map_tensors(lambda each: _follow(each, back), made)
 
     def _first_run(self, args: Any, kwargs: Any) -> None:
-        kept = [(buffer, buffer.detach().clone()) for buffer in self._caller.buffers()]
-        self._run(*args, **kwargs)
-        with torch.no_grad():
-            for buffer, value in kept:
-                restore(buffer, value)
+        # With copies: backward comes to this run too, and what it has kept must not change after it.
+        kept = [(each, dict(each.named_buffers(recurse=False))) for each in self._caller.modules()]
+        copies = {id(buffer): buffer.detach().clone() for buffer in self._caller.buffers()}
+        try:
+            for owner, buffers in kept:
+                _set_buffers(owner, {name: copies[id(buffer)] for name, buffer in buffers.items()})
+            self._run(*args, **kwargs)
+        finally:
+            for owner, buffers in kept:
+                _set_buffers(owner, buffers)
 
     def _called(self, number: int, *args: Any, **kwargs: Any) -> Tensor:
         if not self._active:
@@ -202,6 +206,11 @@ def _follow(x: Tensor, after: Tensor) -> Tensor:
         return x
     made: Tensor = _Follow.apply(x, after)  # type: ignore[no-untyped-call]
     return made
+
+
+def _set_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    for name, buffer in buffers.items():
+        setattr(module, name, buffer)
 
 
 def _random() -> dict[str, Tensor]:
