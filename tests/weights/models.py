@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import headrace as hr
+from headrace.spec.events import Stepped
 
 TOKENS, WIDTH, LAYERS = 50, 16, 4
 
@@ -86,3 +87,13 @@ def job_of(weights: Path | str | None, tied: bool = False, steps: int = 5, rate:
         seed=3,
         weights=weights,
     )
+
+
+def losses_of(run: hr.Run) -> list[float]:
+    """Returns the loss of each step: those of all workers that have one, by their weights."""
+    steps: dict[int, list[Stepped]] = {}
+    for each in run.events:
+        if isinstance(each, Stepped) and each.loss is not None:
+            steps.setdefault(each.step, []).append(each)
+    weighed = [[(each.loss or 0.0, each.weight) for each in steps[step]] for step in sorted(steps)]
+    return [sum(value * weight for value, weight in own) / sum(weight for _, weight in own) for own in weighed]

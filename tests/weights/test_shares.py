@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.data.sources.storage import SourceFile
-from weights.models import write
+from weights.models import losses_of, write
 
 pytestmark = pytest.mark.slow
 WIDTH, EXPERTS = 64, 4
@@ -140,15 +140,29 @@ def job_of(model: Callable[[], nn.Module], folder: Path, optimizer: Any = SGD, s
     )  # fmt: skip
 
 
-def plain(model: Callable[[], nn.Module], optimizer: Any, steps: int = 3) -> dict[str, Tensor]:
+def loaded(model: Callable[[], nn.Module]) -> nn.Module:
+    """Returns a model that its constructor has given the values that are stored."""
     module = model()
     module.load_state_dict(values_of(model))
+    return module
+
+
+def plain(model: Callable[[], nn.Module], optimizer: Any, steps: int = 3) -> tuple[dict[str, Tensor], list[float]]:
+    module, losses = loaded(model), list[float]()
     made = optimizer(module.parameters())
     for _ in range(steps):
         made.zero_grad()
-        F.mse_loss(module(X), X.flip(1)).backward()
+        value = F.mse_loss(module(X), X.flip(1))
+        value.backward()
         made.step()
-    return module.state_dict()
+        losses.append(value.item())
+    return module.state_dict(), losses
+
+
+def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Returns the largest difference of two models' tensors."""
+    assert one.keys() == other.keys()
+    return max(float((each - other[name]).abs().max()) for name, each in one.items())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -170,8 +184,7 @@ def test_workers_begin_with_stored_values_and_read_no_more_than_they_need(
     total = sum(each.nbytes for each in values.values())
     assert 0.98 * times * total <= sum(read) <= 1.02 * times * total
     if strategy.equals_one_device:
-        trained, state = plain(model, SGD), run.model.state_dict()
-        assert max(float((state[key] - each).abs().max()) for key, each in trained.items()) <= 1e-9
+        assert apart(run.model.state_dict(), plain(model, SGD)[0]) <= 1e-9
 
 
 @pytest.mark.parametrize(
@@ -187,8 +200,72 @@ def test_an_optimizer_that_is_made_from_values_is_made_from_stored_ones(
 ) -> None:
     folder = write(tmp_path / "weights", values_of(model))
     run = hr.fit(job_of(model, folder, Anchored), strategy, device="cpu", engine=hr.ThreadEngine(), checkpoints=False)
-    trained, state = plain(model, Anchored), run.model.state_dict()
-    assert max(float((state[key] - each).abs().max()) for key, each in trained.items()) <= 1e-9
+    assert apart(run.model.state_dict(), plain(model, Anchored)[0]) <= 1e-9
+
+
+class Deep(Attention):
+    """With parameters that are made in parts, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2100), nn.Linear(2100, WIDTH)
+        self.down.bias.requires_grad_(False)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down(torch.tanh(self.up(super().forward(x))))
+        return hidden
+
+
+RINGS = hr.Hybrid(hr.FullySharded(2), hr.ContextParallel(2))
+NESTED: dict[str, tuple[Callable[[], nn.Module], hr.Strategy]] = {
+    "replicas of rings": (Deep, hr.Hybrid(hr.Mirrored(2), hr.ContextParallel(2))),
+    "sharded rings": (Deep, RINGS),
+    "sharded rings in parts": (Deep, hr.Hybrid(hr.FullySharded(2, deferred=True), hr.ContextParallel(2))),
+    "replicas of sharded rings": (Deep, hr.Hybrid(hr.Mirrored(2), RINGS)),
+    "replicas of experts": (Mixture, hr.Hybrid(hr.Mirrored(2), hr.ExpertParallel(2))),
+    "replicas of stacked experts": (Stacked, hr.Hybrid(hr.Mirrored(2), hr.ExpertParallel(2))),
+}
+
+
+def fitted(job: hr.Job, strategy: hr.Strategy, **more: Any) -> hr.Run:
+    return hr.fit(job, strategy, device="cpu", engine=hr.ThreadEngine(), **more)
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nestings_of_rings_and_experts_begin_bit_for_bit_and_go_on_as_a_plain_loop(name: str, tmp_path: Path) -> None:
+    model, strategy = NESTED[name]
+    folder = write(tmp_path / "weights", values_of(model))
+    still = fitted(job_of(model, folder, partial(torch.optim.SGD, lr=0.0), 1), strategy, checkpoints=False)
+    assert apart(still.model.state_dict(), values_of(model)) == 0
+    run = fitted(job_of(model, folder, steps=5), strategy, checkpoints=False)
+    trained, losses = plain(model, SGD, 5)
+    assert max(abs(one - two) for one, two in zip(losses_of(run), losses, strict=True)) <= 1e-9
+    assert apart(run.model.state_dict(), trained) <= 1e-9
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_averages_and_what_is_resumed_are_those_of_a_model_that_loads_its_values(name: str, tmp_path: Path) -> None:
+    model, strategy = NESTED[name]
+    job = job_of(model, write(tmp_path / "weights", values_of(model)), torch.optim.AdamW, 4)
+    job = replace(job, options=hr.Options(ema_decay=0.5))
+    fitted(replace(job, steps=2), strategy, run_dir=tmp_path / "run")
+    run = fitted(job, strategy, run_dir=tmp_path / "run", resume=True)
+    other = fitted(replace(job, model=partial(loaded, model), weights=None), hr.OneDevice(), checkpoints=False)
+    assert apart(run.model.state_dict(), other.model.state_dict()) <= 1e-9
+
+
+@pytest.mark.parametrize("strategy", [hr.Mirrored(3), hr.CentralStorage(3)])
+def test_sets_of_parameters_begin_with_stored_values(strategy: hr.Strategy, tmp_path: Path) -> None:
+    def loss(module: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(module(batch[0]), batch[1])
+
+    sets = {"into": hr.ParameterSet(Anchored, ["into.*"]), "out": hr.ParameterSet(SGD, ["out.*"])}
+    job = job_of(Attention, write(tmp_path / "weights", values_of(Attention)), steps=5)
+    job = replace(job, optimizer=sets, loss=dict.fromkeys(sets, loss), options=hr.Options(ema_decay=0.5))
+    run = fitted(job, strategy, checkpoints=False)
+    other = fitted(replace(job, model=partial(loaded, Attention), weights=None), hr.OneDevice(), checkpoints=False)
+    assert apart(run.model.state_dict(), other.model.state_dict()) <= 1e-9
 
 
 def big() -> nn.Module:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 import headrace as hr
-from headrace.spec.events import Stepped
-from weights.models import Stack, job_of, loss, stored, write
+from weights.models import Stack, job_of, loss, losses_of, stored, write
 
 pytestmark = pytest.mark.slow
 
@@ -72,16 +71,6 @@ def test_a_run_goes_on_from_stored_values_as_a_plain_loop_does(name: str, tmp_pa
     assert max(abs(one - two) for one, two in zip(found, losses, strict=True)) <= 1e-9
     state = run.model.state_dict()
     assert max(float((state[key] - each).abs().max()) for key, each in trained.items()) <= 1e-9
-
-
-def losses_of(run: hr.Run) -> list[float]:
-    """Returns the loss of each step: those of all workers that have one, by their weights."""
-    steps: dict[int, list[Stepped]] = {}
-    for each in run.events:
-        if isinstance(each, Stepped) and each.loss is not None:
-            steps.setdefault(each.step, []).append(each)
-    weighed = [[(each.loss or 0.0, each.weight) for each in steps[step]] for step in sorted(steps)]
-    return [sum(value * weight for value, weight in own) / sum(weight for _, weight in own) for own in weighed]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
