@@ -193,6 +193,43 @@ def test_a_schedule_and_recomputation_are_choices_of_a_pipeline() -> None:
     assert [line[:6] for line in shown[3:5]] == ["rank 0", "rank 1"]
 
 
+def test_what_forward_keeps_on_the_host_is_beside_what_the_device_has() -> None:
+    large = job(batch=1024)
+    plan = plan_memory(large, "one_device")
+    offloaded = plan.choices["recompute='offload'"]
+    # Each block's result waits on the host, and one at a time comes back; those of tanh are the next layer's inputs.
+    result = 1024 * WIDTH * 4
+    assert plan.memory.activations - offloaded.activations >= (LAYERS - 2) * result
+    assert LAYERS * result <= offloaded.host <= 2 * (LAYERS + 1) * result
+    assert offloaded.parameters == plan.memory.parameters
+    assert plan.memory.host == 0
+    told = f"recompute='offload', on an accelerator: {byte_count(offloaded.host)} in host memory besides"
+    assert told in str(plan).splitlines()
+    same = plan_memory(job(batch=1024, recompute="offload"), "one_device")
+    assert (same.memory, same.choices["recompute=None"]) == (offloaded, plan.memory)
+    assert max(map(len, str(same).splitlines())) <= 80
+
+
+@pytest.mark.slow
+def test_parts_on_the_host_are_beside_what_the_device_has() -> None:
+    plan = plan_memory(job(), hr.FullySharded(2))
+    offloaded = plan.choices["offload=True"]
+    assert (offloaded.parameters, offloaded.gradients, offloaded.state) == (0, 0, 0)
+    # Parameters, gradients, and both averages of Adam; of pinned memory a part takes a power of two.
+    assert 2 * PARAMETERS <= offloaded.host <= 3 * PARAMETERS
+    assert plan.peak - offloaded.peak >= plan.memory.parameters + plan.memory.state
+    given = hr.FullySharded(2, offload=True)
+    same = plan_memory(job(), given)
+    assert same.memory == offloaded
+    assert same.choices["offload=False"] == plan.memory
+    both = plan_memory(job(), hr.Hybrid(hr.Mirrored(2), given), choices=False).memory
+    assert (both.parameters, both.state) == (0, 0)
+    assert both.host >= 2 * PARAMETERS
+    # Made one parameter after the other, no device has the parts at the start.
+    deferred = plan_memory(job(), hr.FullySharded(2, deferred=True, offload=True), choices=False).memory
+    assert deferred.start < plan.memory.start
+
+
 class Looking(nn.Linear):
     def forward(self, values: Tensor) -> Tensor:
         made = super().forward(values)

@@ -29,11 +29,12 @@ from headrace.prediction.memory.stages import Messages, layers_of, messages
 from headrace.spec.compute import LayerSpec
 from headrace.spec.job import Job, Share
 from headrace.spec.model import ModelSpec, ProfileRequest
-from headrace.spec.options import check_options
+from headrace.spec.options import OFFLOAD, check_options
 from headrace.spec.parameter_sets import one_optimizer
 from headrace.spec.plan import Plan
-from headrace.strategies import FullySharded, Strategy, resolve
+from headrace.strategies import FullySharded, Hybrid, Strategy, resolve
 from headrace.strategies.context import ModelProbe
+from headrace.strategies.hybrid import levels_of
 from headrace.strategies.refusals import refuse
 from headrace.strategies.strategy import describe_options
 from headrace.training.deferred.parts import Deferral
@@ -48,6 +49,8 @@ _ALONE = "what its workers hold is not found by running one alone; headrace simu
 
 def plan_memory(job: Job, strategy: str | Strategy, choices: bool = True) -> MemoryPlan:
     """Returns what the fullest worker will hold, as on the CPUs of this host; nothing of the model takes memory.
+
+    A choice that keeps something in host memory is planned as on an accelerator, whose own memory is all the rest.
 
     Args:
         job: its model is made, and trained for three rounds, over tensors without values.
@@ -65,7 +68,8 @@ def plan_memory(job: Job, strategy: str | Strategy, choices: bool = True) -> Mem
             f"compile={job.options.compile!r}: a compiled model chooses by itself what it keeps for backward; leave "
             "compile out for a plan of memory"
         )
-    check_options(job.options, "cpu")
+    # What is kept in host memory is planned as for an accelerator.
+    check_options(replace(job.options, recompute=job.options.again), HOST)
     with torch.random.fork_rng(devices=[]), untouched(job.data), same_generators(), without_compilers():
         planning = _Planning(job, chosen)
         roles = planning.roles(job, chosen)
@@ -105,7 +109,7 @@ def _choices(job: Job, strategy: Strategy, workers: int) -> Iterator[tuple[str, 
             if own[name] != value:
                 yield f"{name}={value!r}", job, type(strategy)(**{**own, name: value})
     else:
-        for recompute in ("full", "selective", None):
+        for recompute in ("full", "selective", OFFLOAD, None):
             if recompute != options.recompute:
                 yield f"recompute={recompute!r}", with_(recompute=recompute), strategy
     if options.precision == "fp32":
@@ -117,13 +121,26 @@ def _choices(job: Job, strategy: Strategy, workers: int) -> Iterator[tuple[str, 
     sharded = FullySharded(workers, deferred=not isinstance(job.model, nn.Module))
     if workers > 1 and strategy.name != sharded.name:
         yield "hr.FullySharded", job, sharded
+    if isinstance(strategy, FullySharded):
+        yield f"offload={not strategy.offload}", job, replace(strategy, offload=not strategy.offload)
+
+
+def _on_device(strategy: Strategy) -> tuple[Strategy, bool]:
+    """Returns it with parts where a worker computes, and whether they are in host memory."""
+    if isinstance(strategy, FullySharded):
+        return replace(strategy, offload=False), strategy.offload
+    if isinstance(strategy, Hybrid):
+        levels = [_on_device(each) for each in levels_of(strategy)]
+        return Hybrid(*(each for each, _ in levels)), any(hosted for _, hosted in levels)
+    return strategy, False
 
 
 class _Planning:
     """What all plans of a job have in common: the model's shapes, and the fullest worker's share of a batch."""
 
     def __init__(self, job: Job, strategy: Strategy) -> None:
-        self._cluster = detect("cpu")
+        self._cluster = detect(HOST)
+        strategy, _ = _on_device(strategy)
         given = job.model if isinstance(job.model, nn.Module) else None
         self._lent = [*given.parameters(), *given.buffers()] if given else []
         self._model = self._shapes(join_loss(job, strategy.whole_model), strategy)
@@ -136,6 +153,7 @@ class _Planning:
     def roles(self, job: Job, strategy: Strategy) -> Mapping[str, RankMemory]:
         """Returns what processes hold that differ: each stage, or the first worker, whose share is the largest."""
         refuse(strategy.refusals(), job.options)
+        strategy, hosted = _on_device(strategy)
         job = join_loss(job, strategy.whole_model)
         plan = strategy.plan(self._model, self._cluster)
         build = partial(build_module, replace(job, model=_in_parts(job) if strategy.in_parts else job.model))
@@ -145,7 +163,7 @@ class _Planning:
 
         def measured(rank: int) -> RankMemory:
             given = job, self._model, strategy, plan, rank, build, share.batch, share.examples, self._lent, sent
-            return HollowRank(*given).measure()
+            return HollowRank(*given, hosted).measure()
 
         if not stages:
             return {"worker 0": measured(0)}

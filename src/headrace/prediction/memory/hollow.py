@@ -11,7 +11,8 @@ floating-point number (tokens, masks, positions) is computed, so that code may l
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class HollowMemory(internals.TorchDispatchMode):
 
     Attributes:
         peak_bytes, peak_step: the most that lived at once since `restart`, and after which operation.
+        host_bytes: the most that lived at once in the memory of an accelerator's host, which no other count has.
+        find_hosted: returns what is there, made elsewhere; asked before a peak is noted.
         assumes: whether `topk` has chosen among tensors without values.
     """
 
@@ -44,7 +47,9 @@ class HollowMemory(internals.TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._living: dict[int, _Storage] = {}
         self._resized: list[_Storage] = []
-        self._total = 0
+        self._total = self._on_host = self.host_bytes = 0
+        self._hosting, self._pinning = False, True
+        self.find_hosted: Callable[[], Iterable[Tensor]] = tuple
         self._shared: set[int] = set()
         self.assumes = False
         self.restart()
@@ -61,14 +66,39 @@ class HollowMemory(internals.TorchDispatchMode):
         self._shared.add(_key(region))
         return region
 
+    @contextmanager
+    def hosting(self, pinned: bool = False) -> Iterator[None]:
+        """While it is entered, what is made lies in the memory of the host, `pinned` or not."""
+        before = self._hosting, self._pinning
+        self._hosting, self._pinning = True, pinned
+        try:
+            yield
+        finally:
+            self._hosting, self._pinning = before
+
+    def take_to_host(self) -> None:
+        """Counts what `find_hosted` returns in the memory of the host."""
+        for each in self.find_hosted():
+            known = self._living.get(_key(each))
+            if known is not None and not known.hosted:
+                size = known.counted
+                self._count(known, 0)
+                known.hosted = True
+                self._count(known, size)
+
+    def is_hosted(self, tensor: Tensor) -> bool:
+        """Whether it lies in the memory of the host."""
+        known = self._living.get(_key(tensor))
+        return known is not None and known.hosted
+
     def is_shared(self, key: int) -> bool:
         """Whether a storage is one that `share` has made."""
         return key in self._shared
 
     def living(self) -> dict[int, int]:
-        """Returns the storages that live, by address, with their bytes."""
+        """Returns the storages that live, by address, with their bytes; without those in the memory of the host."""
         self._measure()
-        return {key: each.counted for key, each in self._living.items()}
+        return {key: each.counted for key, each in self._living.items() if not each.hosted}
 
     def lend(self, tensor: Tensor) -> None:
         """Takes a tensor that was made elsewhere as one without values, which does not count."""
@@ -133,6 +163,7 @@ class HollowMemory(internals.TorchDispatchMode):
         known = self._living.get(key)
         if known is None:
             known = self._living[key] = _Storage(storage, hollow, lambda _: self._forget(key))
+            known.hosted, known.pinned = self._hosting, self._pinning
             self._count(known, known.nbytes)
         elif hollow:
             known.hollow = True
@@ -146,7 +177,11 @@ class HollowMemory(internals.TorchDispatchMode):
         self._shared.discard(key)
 
     def _count(self, storage: _Storage, nbytes: int) -> None:
-        self._total += nbytes - storage.counted
+        if storage.hosted:
+            self._on_host += storage.on_host(nbytes) - storage.on_host(storage.counted)
+            self.host_bytes = max(self.host_bytes, self._on_host)
+        else:
+            self._total += nbytes - storage.counted
         storage.counted = nbytes
 
     def _measure(self) -> int:
@@ -157,7 +192,9 @@ class HollowMemory(internals.TorchDispatchMode):
 
     def _look(self) -> None:
         self._step += 1
-        total = self._measure()
+        if self._measure() > self.peak_bytes:
+            self.take_to_host()
+        total = self._total
         if total > self.peak_bytes:
             self.peak_bytes, self.peak_step = total, self._step
         if self._step == self._looks_at:
@@ -167,14 +204,18 @@ class HollowMemory(internals.TorchDispatchMode):
 class _Storage:
     """Memory that lives, and whether it has values."""
 
-    __slots__ = ("_reference", "counted", "hollow", "key", "resized")
+    __slots__ = ("_reference", "counted", "hollow", "hosted", "key", "pinned", "resized")
 
     def __init__(self, storage: torch.UntypedStorage, hollow: bool, gone: Any) -> None:
         self._reference = weakref.ref(storage, gone)
         self.key = internals.storage_address(storage)
         self.hollow = hollow
-        self.resized = False
+        self.hosted = self.pinned = self.resized = False
         self.counted = 0
+
+    def on_host(self, nbytes: int) -> int:
+        """Returns what so many bytes take there: torch takes pinned memory by powers of two."""
+        return 1 << (nbytes - 1).bit_length() if nbytes and self.pinned else nbytes
 
     @property
     def nbytes(self) -> int:

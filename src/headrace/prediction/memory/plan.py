@@ -63,7 +63,8 @@ class MemoryPlan:
         )
         widths = [_WIDTHS.get(name, _WIDTH) for name in (*_COLUMNS, "peak")]
         yield _row("", (*_COLUMNS, "peak"), widths)
-        for name, memory in {"as it is": self.memory, **self.roles, **self.choices}.items():
+        rows = {"as it is": self.memory, **self.roles, **self.choices}
+        for name, memory in rows.items():
             cells = [sum(getattr(memory, kind) for kind in kinds) for kinds in _COLUMNS.values()]
             yield _row(name, [byte_count(cell) if cell else "" for cell in (*cells, memory.peak)], widths)
         least = min(self.choices, key=lambda name: self.choices[name].peak, default="")
@@ -71,6 +72,9 @@ class MemoryPlan:
             yield f"{least} needs least: {byte_count(saved)} less ({saved / self.peak:.0%})."
         for name, why in self.impossible.items():
             yield f"{name}: {why}"
+        for name, memory in rows.items():
+            if memory.host:
+                yield f"{name}, on an accelerator: {byte_count(memory.host)} in host memory besides"
         if self.memory.routed:
             yield "assumed: a router chooses each expert as often as the others"
         yield "Python and torch themselves, and what kernels take for a moment, come on top."

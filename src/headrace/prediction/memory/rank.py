@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +28,7 @@ from headrace.strategies.context import BatchInfo, WorkerContext
 from headrace.training.exchange import Replica
 from headrace.training.optimizer import nested
 from headrace.training.recompute.blocks import recomputing
+from headrace.training.recompute.offloaded import OffloadedForward
 from headrace.training.synchronization import PeriodicSync
 from headrace.training.update import Updater
 from headrace.trees import map_tensors, parts_of, tensors_of
@@ -51,6 +54,7 @@ class RankMemory:
         batch: its share of the batch, once.
         start: the most before the first round, all together.
         end: when the trained model is written, all together.
+        host: memory of the host besides, at most, where a choice keeps there what an accelerator does not need.
         routed: whether a router chose, which was taken to choose each expert as often as the others.
     """
 
@@ -64,11 +68,12 @@ class RankMemory:
     batch: int = 0
     start: int = 0
     end: int = 0
+    host: int = 0
     routed: bool = False
 
     @property
     def peak(self) -> int:
-        """All together, at most."""
+        """All together, at most, without `host`."""
         here: int = sum(getattr(self, name) for name in KINDS)
         return max(self.start, here, self.end)
 
@@ -86,6 +91,7 @@ class HollowRank:
         batch, examples: its share of a batch.
         lent: what of the caller's the model is a copy of.
         sent: of a pipeline what stages send each other of a micro-batch, by its examples.
+        hosted: whether parts of parameters, gradients and the optimizer's state are on an accelerator's host.
     """
 
     job: Job
@@ -98,6 +104,7 @@ class HollowRank:
     examples: int
     lent: Sequence[Tensor] = ()
     sent: Mapping[int, Messages] = field(default_factory=dict)
+    hosted: bool = False
 
     def measure(self) -> RankMemory:
         """Builds it, and trains until the optimizer's state is what it will stay."""
@@ -107,26 +114,46 @@ class HollowRank:
             for each in self.lent:
                 memory.lend(each)
             module = self.build()
+            if self.hosted:
+                memory.find_hosted = partial(_parts, module)
             group = OneOfGroup(self.rank, self.plan.workers, memory.share)
             group.channels = lambda edges, schedule, whole: OneRanksChannels(
                 edges, schedule, self.rank, whole, self.sent, memory.share
             )
             replica = self._replica(module, group, closing)
+            if self.job.options.offloads:
+                copies = _Copies(memory)
+                OffloadedForward(module, copies.to_host, copies.back)
             start, updater = memory.peak_bytes, _updater_of(replica)
             own = {_address(each) for each in (*module.parameters(), *updater.parameters)}
             share = Share(self.batch, self.examples, self.job.global_batch_size, 0)
             for round_ in range(_ROUNDS):
                 memory.restart()
-                _step(replica, share, round_)
+                self._step(memory, replica, share, round_)
             found: dict[str, int] = {}
             memory.restart(memory.peak_step, lambda: found.update(self._kinds(memory, module, updater, own)))
-            _step(replica, share, _ROUNDS)
+            self._step(memory, replica, share, _ROUNDS)
             memory.restart()
-            self._leave(replica, group)
+            self._leave(memory, replica, group)
             end = max(sum(memory.living().values()), memory.peak_bytes)
-            return RankMemory(**found, start=start, end=end, routed=memory.assumes)
+            return RankMemory(**found, start=start, end=end, host=memory.host_bytes, routed=memory.assumes)
 
-    def _leave(self, replica: Replica, group: ProcessGroup) -> None:
+    def _step(self, memory: HollowMemory, replica: Replica, share: Share, round_: int) -> None:
+        sync = replica.sync
+        replica.exchange.begin(round_)
+        replica.compute.run(share)
+        memory.take_to_host()
+        if isinstance(sync, PeriodicSync):
+            sync.weigh(float(share.examples))
+        if replica.exchange.synchronize(True).apply:
+            # What the optimizer makes is where the parts are.
+            with memory.hosting() if self.hosted else nullcontext():
+                replica.exchange.update(round_)
+        if isinstance(sync, PeriodicSync):
+            # In every round, so that it is in the one that is measured.
+            sync.synchronize(round_ + 1)
+
+    def _leave(self, memory: HollowMemory, replica: Replica, group: ProcessGroup) -> None:
         """Does what a worker does at the end, up to writing the model."""
         compute, plan = replica.compute, self.plan
         replica.adopt_trained_weights()
@@ -139,7 +166,8 @@ class HollowRank:
         if plan.replicas < plan.workers:
             tensors = dict(gathered_tensors(self.model, compute.module, tensors, group, self.rank == 0))
         if self.rank == 0:
-            in_memory_of_their_own(tensors)
+            with memory.hosting() if self.hosted or self.job.options.offloads else nullcontext():
+                in_memory_of_their_own(tensors)
 
     def _replica(self, module: nn.Module, group: ProcessGroup, closing: ExitStack) -> Replica:
         job, plan = self.job, self.plan
@@ -176,17 +204,27 @@ class HollowRank:
         return found
 
 
-def _step(replica: Replica, share: Share, round_: int) -> None:
-    sync = replica.sync
-    replica.exchange.begin(round_)
-    replica.compute.run(share)
-    if isinstance(sync, PeriodicSync):
-        sync.weigh(float(share.examples))
-    if replica.exchange.synchronize(True).apply:
-        replica.exchange.update(round_)
-    if isinstance(sync, PeriodicSync):
-        # In every round, so that it is in the one that is measured.
-        sync.synchronize(round_ + 1)
+class _Copies:
+    """What `OffloadedForward` copies to the host of an accelerator, and back."""
+
+    def __init__(self, memory: HollowMemory) -> None:
+        self._memory = memory
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        with self._memory.hosting(pinned=True):
+            return torch.empty_like(tensor)
+
+    def back(self, saved: tuple[torch.device, Tensor]) -> Tensor:
+        return torch.empty_like(saved[1]) if self._memory.is_hosted(saved[1]) else saved[1]
+
+
+def _parts(module: nn.Module) -> Iterator[Tensor]:
+    """Yields what this rank has of parameters that are divided, and of their gradients."""
+    for each in module.parameters():
+        if isinstance(each, DTensor):
+            yield internals.local_part(each)
+            if isinstance(each.grad, DTensor):
+                yield internals.local_part(each.grad)
 
 
 def _updater_of(replica: Replica) -> Updater:
