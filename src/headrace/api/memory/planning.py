@@ -121,17 +121,19 @@ def _choices(job: Job, strategy: Strategy, workers: int) -> Iterator[tuple[str, 
     sharded = FullySharded(workers, deferred=not isinstance(job.model, nn.Module))
     if workers > 1 and strategy.name != sharded.name:
         yield "hr.FullySharded", job, sharded
-    if isinstance(strategy, FullySharded):
-        yield f"offload={not strategy.offload}", job, replace(strategy, offload=not strategy.offload)
+    if "offload" in own:
+        yield f"offload={not own['offload']}", job, type(strategy)(**{**own, "offload": not own["offload"]})
 
 
 def _on_device(strategy: Strategy) -> tuple[Strategy, bool]:
     """Returns it with parts where a worker computes, and whether they are in host memory."""
-    if isinstance(strategy, FullySharded):
-        return replace(strategy, offload=False), strategy.offload
-    if isinstance(strategy, Hybrid):
-        levels = [_on_device(each) for each in levels_of(strategy)]
-        return Hybrid(*(each for each, _ in levels)), any(hosted for _, hosted in levels)
+    if len(levels := levels_of(strategy)) > 1:
+        found = [_on_device(each) for each in levels]
+        hosted = any(on_host for _, on_host in found)
+        return (Hybrid(*(each for each, _ in found)), True) if hosted else (strategy, False)
+    own = describe_options(strategy)
+    if own.get("offload"):
+        return type(strategy)(**{**own, "offload": False}), True
     return strategy, False
 
 
