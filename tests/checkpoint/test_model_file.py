@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import headrace as hr
+from headrace.checkpoint import model_file
 from headrace.checkpoint.model_file import save_in_parts
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import RunFailed
@@ -45,13 +46,22 @@ def dealt(rank: int, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.clone()
 
 
-def saved(module: nn.Module, path: Path, tensors: Dealt = dealt, extra: dict[str, Tensor] | None = None) -> list[bool]:
+def saved(
+    module: nn.Module,
+    path: Path,
+    tensors: Dealt = dealt,
+    extra: dict[str, Tensor] | None = None,
+    firsts: tuple[int, ...] = (0, 0, 0),
+    kind: type[ThreadCollective] = ThreadCollective,
+) -> list[bool]:
+    """Saves with a folder for each host beside that of the first, whose first rank it is named by."""
     shared = ThreadGroup(RANKS)
 
     def save(rank: int) -> bool:
-        group = ThreadCollective(shared, rank)
+        group, first = kind(shared, rank), firsts[rank]
+        there = path.parent / str(first) / path.name if first else path
         own = (extra or {}) if rank == 0 else {}
-        return save_in_parts(module, describe(module), tensors(rank, module), own, path, group)
+        return save_in_parts(module, describe(module), tensors(rank, module), own, there, group, first)
 
     with ThreadPoolExecutor(RANKS) as pool:
         return list(pool.map(save, range(RANKS)))
@@ -63,6 +73,59 @@ def test_the_bytes_are_those_of_one_writer(tmp_path: Path) -> None:
     state = {name: each.clone() for name, each in module.state_dict().items()} | extra
     save_file(state, tmp_path / "one.safetensors")
     assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "one.safetensors").read_bytes()
+
+
+def test_an_expanded_tensor_of_one_element_is_written(tmp_path: Path) -> None:
+    module, path = nn.Linear(3, 1), tmp_path / "model.safetensors"
+
+    def expanded(rank: int, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        yield from ((name, each[0].expand(1) if each.dim() == 1 else each) for name, each in dealt(rank, module))
+
+    assert saved(module, path, expanded) == [True] * RANKS
+    save_file(module.state_dict(), tmp_path / "one.safetensors")
+    assert path.read_bytes() == (tmp_path / "one.safetensors").read_bytes()
+
+
+class Counting(ThreadCollective):
+    """Notes the bytes that ranks exchange at once."""
+
+    exchanged: ClassVar[list[int]] = []
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self.exchanged.append(tensor.nbytes)
+        super().all_reduce(tensor)
+
+
+@pytest.mark.parametrize("firsts", [(0, 0, 2), (0, 1, 2), (0, 1, 0)])
+def test_each_host_has_the_bytes_of_one_writer(
+    firsts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_file, "_PIECE", 16)
+    monkeypatch.setattr(Counting, "exchanged", [])
+    module, extra = Tied(), {"extra/norm|json": torch.arange(5, dtype=torch.uint8)}
+    path = tmp_path / "model.safetensors"
+    assert saved(module, path, extra=extra, firsts=firsts, kind=Counting) == [True] * RANKS
+    save_file({name: each.clone() for name, each in module.state_dict().items()} | extra, tmp_path / "one.safetensors")
+    right = (tmp_path / "one.safetensors").read_bytes()
+    files = [path, *(tmp_path / str(first) / path.name for first in {*firsts} - {0})]
+    assert [each.read_bytes() for each in files] == [right] * len(files)
+    assert not [*tmp_path.rglob("*.part*")]
+    pieces = [each for each in Counting.exchanged if each <= 16]
+    assert sum(pieces) >= RANKS * sum(each.nbytes for each in module.state_dict().values())
+
+
+def test_a_host_whose_disk_is_full_leaves_all_old_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = model_file._moved
+
+    def full(part: Path, start: int, content: memoryview, reads: bool) -> bool:
+        return (reads or part.parent.name != "2") and moved(part, start, content, reads)
+
+    path = tmp_path / "model.safetensors"
+    path.write_text("the old one")
+    monkeypatch.setattr(model_file, "_moved", full)
+    assert saved(Tied(), path, firsts=(0, 0, 2)) == [False] * RANKS
+    assert path.read_text() == "the old one"
+    assert [each.name for each in tmp_path.rglob("*.safetensors*")] == [path.name]
 
 
 def test_one_tensor_at_a_time_is_held(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 rank 0   header, extra state   ─► model.safetensors.part
 rank r   each of its tensors   ─► its place there, then the next
 rank 0   all are there         ─► model.safetensors
+
+Each host has such a file, which its first rank makes. Before the last step these are summed in pieces: where a host's
+ranks have written nothing, its file has zeros.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from headrace.machine import disk
 from headrace.modules import is_dense
 from headrace.spec.model import ModelSpec
 
+_PIECE = 8 << 20
+"""Bytes that hosts exchange at once."""
 _TYPES = {word: name for name, word in NAMES.items()}
 
 
@@ -32,25 +37,28 @@ def save_in_parts(
     extra: Mapping[str, Tensor],
     path: Path,
     group: ProcessGroup,
+    first: int = 0,
 ) -> bool:
-    """Writes a model to one file; all ranks of a host call it, and none holds more than one tensor of the others.
+    """Writes a model to a file on each host; all ranks call it, and none holds more than one tensor of the others.
 
     Args:
         tensors: those that this rank writes, whole, by checkpoint name; each is some rank's.
         extra: what else there is, on rank 0.
+        first: the first rank of this one's host.
 
     Returns:
-        Whether the file is there: not where it cannot be written, or a tensor has no form of its own in such files.
+        Whether the files are there: not where it cannot be written, or a tensor has no form of its own in such files.
     """
     names = _names_in_state(module)
     (front, *_) = gather_bytes(group, _front(names, module, model, extra) if group.rank == 0 else b"")
     if not front:
         return False
     entries = {each.name: each for each in parse(front[2 * PREFIX :], int.from_bytes(front[:PREFIX], "little"))}
-    # Of one host, whose ranks see one file.
-    part, begin, written = path.with_name(f"{path.name}.part"), len(front) - PREFIX, 0
-    failed = group.rank == 0 and not _begin(part, front[PREFIX:], begin + int.from_bytes(front[:PREFIX], "little"))
-    (problems,) = group.sum([float(failed)])
+    size, begin, written, leads = int.from_bytes(front[:PREFIX], "little"), len(front) - PREFIX, 0, group.rank == first
+    # Ranks of a host see one file; several hosts may, too.
+    part = path.with_name(f"{path.name}.part-{first}" if first else f"{path.name}.part")
+    failed = leads and not _begin(part, front[PREFIX:], begin + size)
+    problems, files = group.sum([float(failed), float(leads)])
     if not problems:
         if group.rank == 0:
             own = dense_parts(extra)
@@ -62,14 +70,16 @@ def save_in_parts(
             del tensor
     (total,) = group.sum([float(written)])
     complete = not problems and total == sum(each.end - each.begin for each in entries.values())
-    if group.rank == 0:
+    if complete and files > 1:
+        complete = _joined(part, range(begin, begin + size, _PIECE), begin + size, leads, group)
+    if leads:
         with suppress(OSError):
             if complete:
                 part.rename(path)
             else:
                 part.unlink(missing_ok=True)
-    (there,) = group.sum([float(group.rank == 0 and complete and disk.is_file(path))])
-    return bool(there)
+    (there,) = group.sum([float(leads and complete and disk.is_file(path))])
+    return there == files
 
 
 def _names_in_state(module: nn.Module) -> dict[str, list[str]]:
@@ -117,19 +127,43 @@ def _begin(part: Path, front: bytes, size: int) -> bool:
     return True
 
 
+def _joined(part: Path, starts: Iterable[int], end: int, leads: bool, group: ProcessGroup) -> bool:
+    """Gives each host's file what the others' ranks have written; returns whether all have it."""
+    failed = False
+    for start in starts:
+        piece = torch.zeros(min(_PIECE, end - start), dtype=torch.uint8)
+        content = memoryview(piece.numpy().data)
+        failed = failed or (leads and not _moved(part, start, content, reads=True))
+        # The others' pieces come, also after this disk has failed.
+        group.all_reduce(piece)
+        failed = failed or (leads and not _moved(part, start, content, reads=False))
+    (failures,) = group.sum([float(failed)])
+    return not failures
+
+
+def _moved(part: Path, start: int, content: memoryview, reads: bool) -> bool:
+    """Reads or writes a piece of a file; returns whether all of it could be."""
+    try:
+        with part.open("r+b", buffering=0) as file:
+            file.seek(start)
+            while content:
+                count = file.readinto(content) if reads else file.write(content)
+                if not count:
+                    return False
+                content = content[count:]
+    except OSError:
+        return False
+    return True
+
+
 def _write(part: Path, entry: TensorEntry, begin: int, tensor: Tensor) -> int:
     """Writes a tensor to its place, and returns its bytes; 0 where it cannot be written."""
     if _TYPES.get(_word(tensor)) != entry.dtype or tuple(tensor.shape) != entry.shape:
         return 0
-    content = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    try:
-        with part.open("r+b", buffering=0) as file:
-            file.seek(begin + entry.begin)
-            while content:
-                content = content[file.write(content) :]
-    except OSError:
-        return 0
-    return entry.end - entry.begin
+    # A view would keep the stride of one element, which may be 0, as `expand` gives it.
+    flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
+    content = memoryview(flat.view(torch.uint8).numpy().data)
+    return entry.end - entry.begin if _moved(part, begin + entry.begin, content, reads=False) else 0
 
 
 def _word(tensor: Tensor) -> str:

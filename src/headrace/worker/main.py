@@ -303,22 +303,26 @@ def leave_model(run: RunSpec, rank: int, group: ProcessGroup, compute: Compute) 
 
 
 def _left_in_parts(run: RunSpec, group: ProcessGroup, compute: Compute) -> bool:
-    """Writes the model where each rank has a part of it, and sees one file."""
+    """Writes the model where each rank has a part of it; those of a host see one file."""
     plan = run.plan
-    if not group.one_memory or plan.replaces or not (compute.divided or plan.replicas < plan.workers):
+    if plan.replaces or not (compute.divided or plan.replicas < plan.workers):
         return False
     extra = dict(_gathered_extra(compute, group))
     if group.rank == 0:
         extra |= rows_of_layers(sparse_layers(compute.module))
     tensors = compute.whole_tensors(plan.leads(group.rank))
-    return save_in_parts(compute.module, run.model, tensors, extra, model_path(run.run_dir), group)
+    first = group.members.index(_host_leader(run, group.members[group.rank], group))
+    return save_in_parts(compute.module, run.model, tensors, extra, model_path(run.run_dir), group, first)
 
 
 def _first_of_host(run: RunSpec, rank: int, group: ProcessGroup) -> bool:
-    roles = run.plan.roles
-    if group.one_memory:
-        return group.rank == 0
-    return rank == min(member for member in group.members if roles[member].host == roles[rank].host)
+    return group.rank == 0 if group.one_memory else rank == _host_leader(run, rank, group)
+
+
+def _host_leader(run: RunSpec, rank: int, group: ProcessGroup) -> int:
+    """Returns the first rank of this one's host; of the run, where all share memory."""
+    roles, members = run.plan.roles, group.members
+    return members[0] if group.one_memory else min(each for each in members if roles[each].host == roles[rank].host)
 
 
 def _leave_gathered(run: RunSpec, rank: int, group: ProcessGroup, compute: Compute) -> None:
