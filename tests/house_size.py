@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 124_573
+LINES = 124_597
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
-CORE = 15_019
+CORE = 15_021
 """Of the files that docs/architecture.md names as the core."""
 
 CLOSURES = {
     "data": 890,
-    "data.loading.loader": 6_530,
-    "strategies.one_device": 10_040,
-    "strategies.mirrored": 11_230,
-    "strategies.central_storage": 13_290,
-    "worker.main": 20_500,
-    "engine.local.process": 22_160,
+    "data.loading.loader": 6_540,
+    "strategies.one_device": 10_050,
+    "strategies.mirrored": 11_240,
+    "strategies.central_storage": 13_300,
+    "worker.main": 20_520,
+    "engine.local.process": 22_180,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_880,
-    "api.fit": 33_590,
+    "api.fit": 33_600,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 

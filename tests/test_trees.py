@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import UsageError
-from headrace.trees import as_json, cloned, from_json, map_leaves, map_tensors, nbytes
+from headrace.trees import as_bytes, as_json, cloned, from_json, map_leaves, map_tensors, nbytes
 from training.block_state import Blocks, Nameless
 
 
@@ -100,3 +100,13 @@ def test_only_named_classes_are_made_of_what_a_file_says() -> None:
     made["wrapper"][0] = "os.system"
     with pytest.raises(UsageError, match=r"the state holds os.system, which this process does not know"):
         from_json(made, lambda _: torch.ones(1))
+
+
+def test_the_bytes_of_one_value_are_those_of_its_memory_whatever_its_strides() -> None:
+    several = torch.arange(6.0)
+    for tensor in (several[3:4].as_strided((1,), (0,), 3), several[3], several[2:].view(2, 2)[:1, 1:], several[:0]):
+        found = as_bytes(tensor)
+        assert found.view(torch.float32).tolist() == tensor.flatten().tolist()
+        assert tensor.numel() == 0 or found.data_ptr() == tensor.data_ptr()
+    with pytest.raises(ValueError, match=r"shape \[2, 2\] and strides \(1, 3\) is not contiguous"):
+        as_bytes(several.view(2, 3).T[:2])

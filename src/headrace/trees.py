@@ -46,6 +46,14 @@ def parts_of(tensor: Any) -> list[Tensor]:
     return [part for name in tensor.__tensor_flatten__()[0] for part in parts_of(getattr(tensor, name))]
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the memory of a contiguous tensor as bytes; a ValueError for another, whose bytes lie apart."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of shape {list(tensor.shape)} and strides {tensor.stride()} is not contiguous")
+    # One value is contiguous whatever its strides are, and torch views only what has a last stride of 1 as bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def cloned(tensor: Tensor) -> Tensor:
     """Returns a copy, also of a tensor that is made of others."""
     copied: Tensor = map_inner(torch.clone, tensor)

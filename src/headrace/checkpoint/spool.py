@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.shared_memory.layout import on_lines
+from headrace.trees import as_bytes
 
 _KEPT_BYTES = 64 << 20
 _SEGMENT_BYTES = 256 << 20
@@ -56,7 +57,7 @@ class Spool:
         if tensor.nbytes <= self._left:
             self._left -= tensor.nbytes
             return tensor
-        content = tensor.contiguous().view(-1).view(torch.uint8)
+        content = as_bytes(tensor.contiguous())
         try:
             place = self._place(len(content))
             view = memoryview(content.numpy().data)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace.collectives.compression import PLAIN, Compression
 from headrace.shared_memory.ends import FinishedRanks
+from headrace.trees import as_bytes
 
 _Result = TypeVar("_Result")
 
@@ -240,7 +241,7 @@ class ProcessGroup(Collective):
         if self.rank != 0:
             tensor.zero_()
         # Bytes, because adding zeros to numbers would lose the sign of a zero.
-        self.all_reduce(tensor.view(-1).view(torch.uint8))
+        self.all_reduce(as_bytes(tensor))
 
     def share(self, nbytes: int) -> tuple[Tensor, ...]:
         """Returns one zeroed region a rank, by rank, as `(nbytes,)` uint8, which all ranks see.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headrace.collectives.base import Collective
 from headrace.devices import kind_of
+from headrace.trees import as_bytes
 
 _CHUNK_BYTES = 32 << 20
 """What a device copies to the host at once: the thread waits once for each copy, and not once for each tensor."""
@@ -48,7 +49,7 @@ def on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         dense = dense.resolve_conj().resolve_neg()
         if dense.nbytes >= _CHUNK_BYTES or not kind_of(dense.device.type).streams:
             dense = dense.cpu()
-        own = dense.contiguous().view(-1).view(torch.uint8)
+        own = as_bytes(dense.contiguous())
         if chunk and (own.device != chunk[0].device or held + len(own) > _CHUNK_BYTES):
             yield from _copied(chunk)
             chunk, held = [], 0

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headrace.collectives.base import Collective
 from headrace.collectives.digest import digests
+from headrace.trees import as_bytes
 
 Named = Sequence[tuple[str, Tensor]]
 """Dense tensors by name, in the same order on all ranks."""
@@ -68,7 +69,7 @@ def _apart(tensor: Tensor, reference: int, group: Collective) -> tuple[Tensor, T
 
     Returns by rank how many elements differ, and by how much at most; and the largest absolute value of that rank's.
     """
-    own = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    own = as_bytes(tensor.detach().cpu().contiguous())
     # As bytes, of which the other ranks add zeros.
     theirs = own.clone() if group.rank == reference else torch.zeros_like(own)
     group.all_reduce(theirs)

@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.collectives.base import Collective
 from headrace.context_parallel.placement import Zigzag
 from headrace.errors import DataError, UsageError
-from headrace.trees import map_leaves, tensors_of
+from headrace.trees import as_bytes, map_leaves, tensors_of
 
 _REMEDY = "leave it out, or use mirrored"
 
@@ -134,7 +134,7 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, place: Zigzag, collective: Collective, dim: int) -> Tensor:
         ctx.place, ctx.dim = place, dim
         dense = local.contiguous()
-        every = collective.gather(dense.view(-1).view(torch.uint8))
+        every = collective.gather(as_bytes(dense))
         return place.join([each.view(dense.dtype).view(dense.shape) for each in every.unbind()], dim)
 
     @staticmethod

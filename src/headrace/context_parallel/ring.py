@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.collectives.base import Collective, Peers, ProcessGroup
+from headrace.trees import as_bytes
 
 Part = Callable[[int, Tensor], Tensor]
 """From the rank of a block and the block to this rank's part of its gradient, of the block's shape."""
@@ -137,7 +138,7 @@ class CollectiveRing(Ring):
         for rank in range(self.world):
             block = own.clone() if rank == self.rank else torch.zeros_like(own)
             # Bytes, because a sum with zeros would lose the sign of a zero.
-            self._collective.all_reduce(block.view(-1).view(torch.uint8))
+            self._collective.all_reduce(as_bytes(block))
             yield rank, block
 
     def return_gradients(self, own: Tensor, part: Part) -> Tensor:

@@ -20,6 +20,7 @@ from headrace.hooks import hooks_of
 from headrace.modules import parameters_and_buffers
 from headrace.training.buckets import sum_over
 from headrace.training.gradients import divide
+from headrace.trees import as_bytes
 
 
 class DividedExperts:
@@ -178,7 +179,7 @@ class DividedExperts:
         elif start <= spec.index < stop:
             whole.copy_(part)
         # As bytes: a sum of numbers would lose the sign of a zero.
-        link.group.all_reduce(whole.view(-1).view(torch.uint8))
+        link.group.all_reduce(as_bytes(whole))
         return whole
 
 

@@ -28,6 +28,7 @@ from headrace.pipeline.channels import Channel, Channels, Edge, Form, MailChanne
 from headrace.pipeline.schedules.schedule import Action, PipelineSchedule
 from headrace.pipeline.schedules.transfers import Program, programs
 from headrace.pipeline.stage import Stage, buffers_of
+from headrace.trees import as_bytes
 
 _MOST = 8
 """Tensors in one operation: NCCL moves so many of a group's at a time, and the others after them."""
@@ -157,7 +158,7 @@ class DeviceChannel(Channel):
 
     def _pieces(self, tensors: Iterable[Tensor], peer: int, sent: bool) -> list[Piece]:
         # Bytes, because a backend does not have all types.
-        pieces = [Piece(each.view(-1).view(torch.uint8), peer, sent) for each in tensors if each.numel()]
+        pieces = [Piece(as_bytes(each), peer, sent) for each in tensors if each.numel()]
         self._moved += sum(len(piece.tensor) for piece in pieces)
         return pieces
 

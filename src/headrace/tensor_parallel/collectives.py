@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from headrace.collectives.base import Collective
+from headrace.trees import as_bytes
 
 
 def copy_to(x: Tensor, group: Collective) -> Tensor:
@@ -88,7 +89,7 @@ def all_gather(x: Tensor, dim: int, group: Collective, length: int | None = None
     if not front.numel():
         # An empty share of a batch, on all ranks alike.
         return x.new_zeros([length if index == dim % x.dim() else each for index, each in enumerate(x.shape)])
-    every = group.gather(front.view(-1).view(torch.uint8)).view(front.dtype).view(world, *shape)
+    every = group.gather(as_bytes(front)).view(front.dtype).view(world, *shape)
     slices = [each[: stop - start] for each, (start, stop) in zip(every, _all_rows(length, world), strict=True)]
     # Contiguous, as a whole layer's output is: `view` and `view_as_complex` ask for that.
     return torch.cat([each.movedim(0, dim) for each in slices], dim)

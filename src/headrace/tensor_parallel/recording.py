@@ -19,7 +19,7 @@ from headrace.tensor_parallel.analysis import has_hooks, is_compiled, step_of
 from headrace.tensor_parallel.rules import ValueStep
 from headrace.training.user_code.trial import unchanged, without_compilers
 from headrace.training.user_code.watching import Functions
-from headrace.trees import tensors_of
+from headrace.trees import as_bytes, tensors_of
 
 Atoms = Mapping[nn.Module, tuple[str, str]]
 """What a module does as one step, and its name."""
@@ -48,7 +48,7 @@ class Trial:
         for tensor in tensors_of(self.batch):
             found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             if tensor.layout == torch.strided and not tensor.is_quantized:
-                found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                found.update(as_bytes(tensor.detach().cpu().contiguous()).numpy().tobytes())
         return int.from_bytes(found.digest()[:6])
 
     def run(self, module: nn.Module) -> Any:

@@ -30,6 +30,7 @@ from headrace.training.embeddings.layer import local_stats, rows_of_layers, spar
 from headrace.training.shared_buffers.batch_norm import averaged_buffers
 from headrace.training.shared_buffers.synced import average_by_weight
 from headrace.training.synchronization import DataLeases, PeriodicSync
+from headrace.trees import as_bytes
 from headrace.worker.attributes import SameBuild
 from headrace.worker.control import RunControl
 from headrace.worker.events import EventWriter, InputReporter
@@ -361,7 +362,7 @@ def gathered_tensors(
         spec = specs[name.partition("/")[2]]
         whole = torch.zeros(spec.bytes, dtype=torch.uint8)
         if name in own:
-            whole.copy_(own[name].contiguous().view(-1).view(torch.uint8))
+            whole.copy_(as_bytes(own[name].contiguous()))
         # As bytes, because adding zeros to numbers would lose the sign of a zero.
         group.all_reduce(whole)
         if keep:

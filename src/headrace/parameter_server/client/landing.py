@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.devices import HOST, kind_of, runtime_of
+from headrace.trees import as_bytes
 
 _ALIGNED = 16
 """Of a shard in host memory, in bytes: a multiple of the size of any element."""
@@ -23,7 +24,7 @@ class Landing:
     """
 
     def __init__(self, places: Sequence[Tensor]) -> None:
-        self._places = [place.view(-1).view(torch.uint8) for place in places]
+        self._places = [as_bytes(place) for place in places]
         self._host, self._copied, self._written = self._places, None, list[int]()
         devices = {place.device for place in places}
         device = devices.pop() if len(devices) == 1 else torch.device(HOST)

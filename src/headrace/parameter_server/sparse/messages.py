@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.spec.embedding import TableSpec
+from headrace.trees import as_bytes
 
 _HEAD = struct.Struct("<QQ")
 _VERSION = struct.Struct("<q")
@@ -117,4 +118,4 @@ def _tensor(blob: memoryview, at: int, count: int, dtype: torch.dtype) -> tuple[
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+    return as_bytes(tensor.contiguous()).numpy().data if tensor.numel() else memoryview(b"")

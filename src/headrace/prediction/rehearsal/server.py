@@ -23,6 +23,7 @@ from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.events import ServerStats
 from headrace.strategies.served import ServedStrategy
 from headrace.transport.base import Blob, ReceivedMessage, ServerTransport
+from headrace.trees import as_bytes
 from headrace.worker.run_spec import RunSpec
 from headrace.worker.server import context_of
 
@@ -140,7 +141,7 @@ class RehearsedServer:
     def _encoded(self, worker: int, shard: int, gradient: Tensor) -> Tensor:
         layout = self._workers[worker]
         if layout is self.layout:
-            return gradient.contiguous().view(-1).view(torch.uint8)
+            return as_bytes(gradient.contiguous())
         place = torch.empty(layout.push_slots.lengths[shard], dtype=torch.uint8)
         layout.encode(shard, gradient, layout.push_view(shard, place))
         return place

@@ -23,6 +23,7 @@ from headrace.training.embeddings.table import EmbeddingTable
 from headrace.training.embeddings.updater import RowUpdater
 from headrace.training.exchange import Exchange
 from headrace.training.optimizer import StatePiece
+from headrace.trees import as_bytes
 
 _TABLES = "tables"
 
@@ -120,7 +121,7 @@ class TablesExchange(Exchange):
         most = int(max(counts))
         own = torch.zeros(most * (8 + row_bytes), dtype=torch.uint8)
         own[: 8 * len(ids)] = ids.view(torch.uint8)
-        own[8 * most : 8 * most + gradient.nbytes] = gradient.contiguous().view(-1).view(torch.uint8)
+        own[8 * most : 8 * most + gradient.nbytes] = as_bytes(gradient.contiguous())
         every = group.gather(own)
         found, gradients = [], []
         for row, count in zip(every, map(int, counts), strict=True):

@@ -17,6 +17,7 @@ from headrace.collectives.base import ProcessGroup
 from headrace.errors import UsageError
 from headrace.modules import is_dense
 from headrace.training.shared_buffers.batch_norm import averaged_buffers
+from headrace.trees import as_bytes
 
 
 def synced_buffers(module: nn.Module) -> list[Tensor]:
@@ -94,7 +95,7 @@ def copy_first(buffers: list[Tensor], group: ProcessGroup) -> None:
     if not buffers:
         return
     # Bytes, because not every type of numbers can be sent.
-    parts = [buffer.detach().contiguous().view(-1).view(torch.uint8) for buffer in buffers]
+    parts = [as_bytes(buffer.detach().contiguous()) for buffer in buffers]
     content = torch.cat(parts).cpu()
     group.broadcast(content)
     content = content.to(buffers[0].device)

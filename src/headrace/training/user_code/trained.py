@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headrace.errors import UsageError
 from headrace.modules import frozen_until, held_part
+from headrace.trees import as_bytes
 
 
 class TrainedParameters:
@@ -117,4 +118,4 @@ class ReadGradients:
 
 def _bytes(gradient: Tensor) -> Tensor:
     """Returns the elements that this process has of a gradient."""
-    return held_part(gradient).detach().contiguous().view(-1).view(torch.uint8)
+    return as_bytes(held_part(gradient).detach().contiguous())
