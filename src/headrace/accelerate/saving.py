@@ -23,6 +23,7 @@ from headrace.trees import as_json, from_json
 
 _PARTS = "state.safetensors"
 _NUMBERS = "state"
+_VERSION = 1
 _PREFIX = "checkpoint_"
 
 
@@ -81,7 +82,7 @@ class Saving(Prepared):
             ) from error
         drawn = self._here.gather(_draws())
         content = encode({str(place): each.detach().cpu().contiguous() for place, each in enumerate(tensors)})
-        text = json.dumps({"version": 1, "states": kept, "draws": drawn, "passes": self._progress.passes})
+        text = json.dumps({"version": _VERSION, "states": kept, "draws": drawn, "passes": self._progress.passes})
         models = [_separate(model.state_dict()) for model in self._models]
 
         def write() -> None:
@@ -110,6 +111,8 @@ class Saving(Prepared):
         try:
             with safe_open(path / _PARTS, "pt") as stored:
                 kept = json.loads((stored.metadata() or {})[_NUMBERS])
+            if kept["version"] != _VERSION:
+                raise ValueError(f"its version is {kept['version']}, and {_VERSION} is known")
             parts = decode(load_file(path / _PARTS))
             models = [load_file(path / _model_name(place)) for place in range(len(self._models))]
         except (OSError, SafetensorError, KeyError, ValueError) as error:

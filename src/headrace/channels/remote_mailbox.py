@@ -17,6 +17,7 @@ from headrace.channels.mailbox import Inbox, Outbox
 from headrace.shared_memory.layout import places
 from headrace.transport.frames import PART_BYTES
 from headrace.transport.one_way import Check, Limits, PullEnd, PushEnd
+from headrace.trees import as_bytes
 
 T = TypeVar("T")
 
@@ -80,9 +81,7 @@ class RemoteReceiver(Inbox):
 
 def _bytes(tensor: Tensor) -> memoryview:
     """Returns a tensor's bytes."""
-    dense = tensor.contiguous().cpu().resolve_conj().resolve_neg()
-    # One element may lie as if others lay between.
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
+    return as_bytes(tensor.contiguous().cpu().resolve_conj().resolve_neg()).numpy().data
 
 
 def _assemble(frames: Sequence[memoryview]) -> tuple[bytes, Tensor, int]:

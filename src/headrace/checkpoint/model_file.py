@@ -24,6 +24,7 @@ from headrace.collectives.base import ProcessGroup, gather_bytes
 from headrace.machine import disk
 from headrace.modules import is_dense
 from headrace.spec.model import ModelSpec
+from headrace.trees import as_bytes
 
 _PIECE = 8 << 20
 """Bytes that hosts exchange at once."""
@@ -160,9 +161,7 @@ def _write(part: Path, entry: TensorEntry, begin: int, tensor: Tensor) -> int:
     """Writes a tensor to its place, and returns its bytes; 0 where it cannot be written."""
     if _TYPES.get(_word(tensor)) != entry.dtype or tuple(tensor.shape) != entry.shape:
         return 0
-    # A view would keep the stride of one element, which may be 0, as `expand` gives it.
-    flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
-    content = memoryview(flat.view(torch.uint8).numpy().data)
+    content = memoryview(as_bytes(tensor.detach().cpu().contiguous()).numpy().data)
     return entry.end - entry.begin if _moved(part, begin + entry.begin, content, reads=False) else 0
 
 

@@ -12,6 +12,7 @@ from headrace.checkpoint.header import NAMES, TensorEntry, encode
 from headrace.checkpoint.manifest import FileRecord
 from headrace.checkpoint.storage import CHUNK, Digest, File
 from headrace.errors import UsageError
+from headrace.trees import as_bytes
 
 _TYPES: dict[str, torch.dtype] = {name: getattr(torch, word) for name, word in NAMES.items()}
 _BEHIND = 512 << 20
@@ -81,8 +82,7 @@ def _bytes(front: bytes, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tupl
         for chunk in chunks(tensor.detach()):
             dense = chunk.resolve_conj().resolve_neg().contiguous().cpu()
             in_place = tensor.is_contiguous() and dense.data_ptr() == chunk.data_ptr()
-            # One element is contiguous with any stride, but cannot be viewed as bytes with any.
-            yield dense.as_strided(dense.shape, (1,)).view(torch.uint8).numpy().data, not in_place
+            yield as_bytes(dense).numpy().data, not in_place
 
 
 def chunks(tensor: Tensor) -> Iterator[Tensor]:

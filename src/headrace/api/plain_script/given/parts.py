@@ -16,7 +16,7 @@ from headrace.collectives.base import gather_bytes, gather_texts
 from headrace.devices import HOST
 from headrace.errors import UsageError
 from headrace.policies.roles import bounds
-from headrace.trees import map_leaves, map_tensors, tensors_of
+from headrace.trees import as_bytes, map_leaves, map_tensors, tensors_of
 
 
 def share_of(values: Any, dim: int, meeting: Meeting | None) -> Any:
@@ -34,7 +34,7 @@ def share_of(values: Any, dim: int, meeting: Meeting | None) -> Any:
     start, stop = bounds(length, (1,) * meeting.world)[meeting.rank]
     part = map_tensors(lambda tensor: tensor.narrow(dim, start, stop - start).contiguous(), values)
     # What lies on a device is not waited for.
-    content = [tensor.detach().contiguous().view(torch.uint8) for tensor in tensors if tensor.device.type == HOST]
+    content = [as_bytes(tensor.detach().contiguous()) for tensor in tensors if tensor.device.type == HOST]
     order = 0
     for each in content:
         order = zlib.crc32(each.numpy().tobytes(), order)
