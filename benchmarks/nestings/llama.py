@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from routing import mixed
 
 LAYERS, WIDTH, HIDDEN, HEADS, WORDS, TOKENS = 4, 32, 64, 4, 48, 16
 
@@ -50,13 +56,7 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleList(FeedForward() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, -2)
-        weights, chosen = self.router(tokens).softmax(-1).topk(2)
-        made = torch.zeros_like(tokens)
-        for number, expert in enumerate(self.experts):
-            row, place = torch.where(chosen == number)
-            made = made.index_add(0, row, expert(tokens[row]) * weights[row, place, None])
-        return made.view_as(x)
+        return mixed(x, self.router, self.experts)
 
 
 class Block(nn.Module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import headrace as hr
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from routing import mixed
 
 WIDTH, LAYERS, EXPERTS, TOKENS = 512, 8, 8, 8
 
@@ -38,13 +42,7 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, -2)
-        weights, chosen = self.router(tokens).softmax(-1).topk(2)
-        made = torch.zeros_like(tokens)
-        for number, expert in enumerate(self.experts):
-            row, place = torch.where(chosen == number)
-            made = made.index_add(0, row, expert(tokens[row]) * weights[row, place, None])
-        return x + made.view_as(x)
+        return x + mixed(x, self.router, self.experts)
 
 
 def model(layer: type[nn.Module]) -> nn.Module:
