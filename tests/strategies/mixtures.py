@@ -81,6 +81,20 @@ class Scaled(Routed):
         return super().forward(x * self.scale * self.calls.sqrt() + x * self.mean)
 
 
+class Aliased(Scaled):
+    """Counts in a buffer that it has in a list, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Of the type that the model gets, so that it stays the same tensor.
+        self.calls = self.calls.double()
+        self.counters = [self.calls]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counters[0] += 1
+        return Routed.forward(self, x * self.calls)
+
+
 class Stacked(nn.Module):
     """Experts as rows of parameters, which have no others."""
 

@@ -17,7 +17,7 @@ import headrace as hr
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import UsageError
 from strategies.contract_runs import distance, train
-from strategies.mixtures import ADAMW, Blended, Chained, OwnStacked, Reader, Routed, Scaled, read
+from strategies.mixtures import ADAMW, Aliased, Blended, Chained, OwnStacked, Reader, Routed, Scaled, read
 
 
 def unequal(model: Reader) -> None:
@@ -151,6 +151,11 @@ REFUSED: dict[str, tuple[Callable[[], hr.Job], hr.ExpertParallel, str]] = {
         partial(read, change=lambda model: model.layers[1].experts[1].register_buffer("seen", torch.zeros(1))),
         hr.ExpertParallel(2),
         r"layers\.1\.experts\.1\.seen is a buffer of an expert",
+    ),
+    "a buffer in a list": (
+        partial(read, Aliased),
+        hr.ExpertParallel(2),
+        "changes a buffer by another name than the one it is registered by",
     ),
 }
 

@@ -47,7 +47,7 @@ class ListedExperts:
         self._calls: list[_Call] = []
         self._outputs: Sequence[Tensor] | None = None
         self._same: list[Tensor] = []
-        self._active = False
+        self._active = self._looked = False
         # Of what comes in, what goes out: a row of each, by its form.
         self._forms: dict[tuple[object, ...], Tensor] = {}
         entries: list[Any] = list(experts.module.children())
@@ -85,6 +85,8 @@ class ListedExperts:
         # With copies: backward comes to this run too, and what it has kept must not change after it.
         kept = [(each, dict(each.named_buffers(recurse=False))) for each in self._caller.modules()]
         copies = {id(buffer): buffer.detach().clone() for buffer in self._caller.buffers()}
+        looked = [] if self._looked else [(buffer, buffer.detach().clone()) for buffer in self._caller.buffers()]
+        self._looked = True
         try:
             for owner, buffers in kept:
                 _set_buffers(owner, {name: copies[id(buffer)] for name, buffer in buffers.items()})
@@ -92,6 +94,11 @@ class ListedExperts:
         finally:
             for owner, buffers in kept:
                 _set_buffers(owner, buffers)
+        if not all(torch.equal(buffer, before) for buffer, before in looked):
+            raise UsageError(
+                f"the forward of {type(self._caller).__name__} changes a buffer by another name than the one it is "
+                "registered by, and expert_parallel runs it twice: it would change it twice; use self.<buffer>"
+            )
 
     def _called(self, number: int, *args: Any, **kwargs: Any) -> Tensor:
         if not self._active:
