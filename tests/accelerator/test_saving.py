@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerator.in_processes import run
 from headrace.accelerate import Accelerator
-from headrace.errors import DataError, UsageError
+from headrace.errors import DataError, UnfitMachine, UsageError
 
 
 @pytest.mark.slow
@@ -105,6 +105,15 @@ def test_a_state_of_something_else_is_not_pickled(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds a PosixPath which is neither"):
         accelerator.save_state(tmp_path / "state")
     assert not (tmp_path / "state").exists()
+
+
+def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
+    accelerator, model, _ = prepared()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UnfitMachine, match=r"cannot save to .*file/state"):
+        accelerator.save_state(tmp_path / "file" / "state")
+    with pytest.raises(UnfitMachine, match=r"cannot save to .*model\.safetensors"):
+        accelerator.save_model(model, tmp_path / "file")
 
 
 def test_models_are_files_of_safetensors(tmp_path: Path) -> None:

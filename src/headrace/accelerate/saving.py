@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headrace.accelerate.base import Prepared
 from headrace.checkpoint.forms import decode, encode
-from headrace.errors import DataError, UsageError
+from headrace.errors import DataError, UnfitMachine, UsageError
 from headrace.machine import disk
 from headrace.trees import as_json, from_json
 
@@ -50,7 +50,7 @@ class Saving(Prepared):
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Saves what torch.save saves, or a dict of tensors as safetensors; the first process of all writes."""
         if safe_serialization:
-            self._here.on_first(save_file, _separate(obj), f, {"format": "pt"})
+            self._here.on_first(_write, _separate(obj), Path(f))
         else:
             self._here.on_first(torch.save, obj, f)
 
@@ -58,17 +58,13 @@ class Saving(Prepared):
         """Writes a model's parameters and buffers as one `model.safetensors`."""
         path = Path(save_directory)
         state = _separate(model.state_dict())
-
-        def write() -> None:
-            path.mkdir(parents=True, exist_ok=True)
-            _write(state, path / _model_name(0))
-
-        self._here.on_first(write)
+        self._here.on_first(_write, state, path / _model_name(0))
 
     def save_state(self, output_dir: Any = None, **_: Any) -> str:
         """Writes models, optimizers, schedules, loaders, registered objects and random numbers; returns the folder.
 
         Raises:
+            UnfitMachine: it cannot be written.
             UsageError: there is no folder, or a state holds what is neither a tensor nor a plain value.
         """
         path = self._folder(output_dir)
@@ -86,9 +82,9 @@ class Saving(Prepared):
         models = [_separate(model.state_dict()) for model in self._models]
 
         def write() -> None:
-            path.mkdir(parents=True, exist_ok=True)
             # A folder without it is none that can be loaded: it is written last.
-            (path / _PARTS).unlink(missing_ok=True)
+            if disk.exists(path / _PARTS):
+                (path / _PARTS).unlink()
             for place, model in enumerate(models):
                 _write(model, path / _model_name(place))
             _write(content, path / _PARTS, {_NUMBERS: text})
@@ -206,8 +202,12 @@ def _separate(state: Any) -> dict[str, Tensor]:
 
 def _write(tensors: dict[str, Tensor], path: Path, said: dict[str, str] | None = None) -> None:
     part = path.with_name(f"{path.name}.part")
-    save_file(tensors, part, {"format": "pt", **(said or {})})
-    part.rename(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, part, {"format": "pt", **(said or {})})
+        part.rename(path)
+    except (OSError, SafetensorError) as error:
+        raise UnfitMachine(f"cannot save to {path}: {error}") from error
 
 
 def _draws() -> list[Any]:
