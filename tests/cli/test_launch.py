@@ -65,6 +65,13 @@ def test_an_option_that_both_have_is_the_scripts_behind_it(launched, capsys: Cap
     assert "as in headrace launch --workers 2 train.py --port 0 --workers 0" in err
 
 
+@pytest.mark.parametrize("typed", [["--wrokers", "3", "train.py"], ["--wrokers=3", "train.py"]])
+def test_an_unknown_option_in_front_is_named(launched, typed: list[str], capsys: Capture) -> None:
+    assert run(["launch", *typed]) == 2
+    assert "no option of headrace launch '--wrokers'; did you mean '--workers'?" in capsys.readouterr().err
+    assert launched == []
+
+
 def test_the_options_that_may_be_the_scripts_are_those_of_launch() -> None:
     declared = get_type_hints(launch, include_extras=True).values()
     parts = [

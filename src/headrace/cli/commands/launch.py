@@ -63,11 +63,13 @@ def launch(
 ) -> None:
     """Run a plain script in several processes.
 
-    The script calls `headrace.setup`. Its output goes where it would go alone (with --json to stderr);
-    the exit code is the script's. With --hosts it runs on several hosts, and may also be a job file, which is
-    trained: then the arguments are those of `headrace train`.
+    The script calls `headrace.setup`, or has an Accelerator of headrace.accelerate. Its output goes where it would go
+    alone (with --json to stderr); the exit code is the script's. With --hosts it runs on several hosts, and may also be
+    a job file, which is trained: then the arguments are those of `headrace train`.
     """
     refuse_launcher("launch")
+    if str(script).startswith("-"):
+        raise UnknownName("option of headrace launch", str(script).partition("=")[0], OPTIONS)
     check_file(script, "script")
     given = tuple(arguments or ())
     with stdout_for_results(answer.as_json):
