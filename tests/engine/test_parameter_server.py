@@ -126,7 +126,7 @@ def test_a_server_without_a_backup_that_is_killed_is_named(engine: LocalEngine, 
 
     with pytest.raises(PeerLost) as caught:
         hr.fit(long_job(), strategy, engine=engine, on_event=at_step(5, kill))
-    assert caught.value.what() == f"rank 2 on {socket.gethostname()} was lost: killed by signal 9 (SIGKILL)"
+    assert caught.value.what() == f"rank 2 (a server) on {socket.gethostname()} was lost: killed by signal 9 (SIGKILL)"
     assert time.monotonic() - killed[0] < NOTICED_S
     assert [below(server) for server in fork_servers()] == [[]] * len(fork_servers())
 

@@ -74,12 +74,13 @@ def test_numbers_that_contradict_the_launcher(start: Start) -> None:
 def test_a_rank_that_is_lost_is_named_by_the_others(start: Start, deed: str, reason: str, victim: int) -> None:
     ended = start(deed, str(victim), awaited=WORLD if deed == "kill" else WORLD - 1)
     others = [rank for rank in range(WORLD) if rank != victim]
+    role = " (a server)" if victim == SERVER else ""
     # The first process that detects it tells the other.
     assert any(reason in ended.one(rank, "error")["message"] for rank in others)
     for rank in others:
         said = ended.one(rank, "error")
         assert said["error"] == "PeerLost"
-        assert said["message"].startswith(f"rank {victim} on {socket.gethostname()} was lost: ")
+        assert said["message"].startswith(f"rank {victim}{role} on {socket.gethostname()} was lost: ")
         assert said["at"] - ended.one(0, "deed")["at"] < NOTICED_S
         assert ended.codes[rank] == 4
 
@@ -90,7 +91,7 @@ def test_a_servers_error_is_its_own_and_the_workers_name_it(start: Start) -> Non
     assert "in step" in ended.logs[SERVER]
     for rank in range(SERVER):
         said = ended.one(rank, "error")
-        assert said["message"].startswith(f"rank {SERVER} on {socket.gethostname()} was lost: ")
+        assert said["message"].startswith(f"rank {SERVER} (a server) on {socket.gethostname()} was lost: ")
         assert said["at"] - ended.one(rank, "deed")["at"] < NOTICED_S + 10
 
 

@@ -9,6 +9,7 @@ import pytest
 import headrace as hr
 from headrace.engine.torchrun.store import joined
 from headrace.errors import InfeasiblePlan
+from headrace.policies.own_devices import shared_devices
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.plan import exchanges_in_host_memory
@@ -82,6 +83,16 @@ def test_where_all_see_the_same_the_launchers_number_says_which(local: tuple[str
     found = planned([sees("GPU-a", "GPU-b", "GPU-c")] * 2, local)
     assert [identity for _, identity in found] == expected
     assert [name for name, _ in found] == [f"cuda:{'abc'.index(each[-1])}" for each in expected]
+
+
+@pytest.mark.parametrize("seen", [("tpu",), ("tpu", "tpu")])
+def test_devices_that_each_process_calls_by_one_name_are_its_own(seen: tuple[str, ...]) -> None:
+    """As TPUs are, which have no number: each process of a launcher has one."""
+    host = Cluster((Host("a", 4, 2**30, seen),), 2, "tpu")
+    plan = hr.TPU().plan(MODEL, joined([host, host], ("0", "1")))
+    assert [role.device for role in plan.roles] == ["tpu", "tpu"]
+    assert shared_devices(plan) == []
+    assert not exchanges_in_host_memory(plan)
 
 
 def test_a_device_that_fewer_see_is_theirs() -> None:

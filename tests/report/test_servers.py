@@ -13,7 +13,15 @@ from msgspec import structs
 from headrace.parameter_server.server.counters import ServerCounters
 from headrace.parameter_server.wire import ShardLayout, ShardSpec
 from headrace.report.model.events import attempts
-from headrace.report.model.servers import ROUNDS, ServerCounts, Staleness, imbalance, staleness_over_time, to_mean
+from headrace.report.model.servers import (
+    ROUNDS,
+    ServerCounts,
+    Staleness,
+    imbalance,
+    imbalances,
+    staleness_over_time,
+    to_mean,
+)
 from headrace.report.model.summary import summarize
 from headrace.report.model.training import TrainingClock
 from headrace.report.views.table import run_plain
@@ -29,6 +37,7 @@ from headrace.spec.events import (
     ShardStats,
     Stepped,
 )
+from headrace.spec.plan import Plan, Role
 
 
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (4, 2), (16, 4)])
@@ -234,6 +243,17 @@ def test_the_last_word_of_each_server_counts():
     early = [_says(4, _shards(10), time_s=1.0), _says(5, _shards(9000), time_s=1.0)]
     assert imbalance(early) is not None
     assert imbalance([*early, _says(4, _shards(9000))]) is None
+
+
+def test_a_server_and_its_backup_are_one_whichever_began_later():
+    kinds = ("server", "server", "backup", "backup")
+    plan = Plan(
+        "parameter_server", {}, tuple(Role(at, kind, "here", "cpu", 1, -1) for at, kind in enumerate(kinds)), (), 0, ()
+    )
+    even, large, begun = _shards(1000, 10), _shards(5000, 10), _shards(10, 1)
+    assert imbalances(plan, {0: _says(0, begun), 1: _says(1, even), 2: _says(2, even), 3: _says(3, even)}) == []
+    (line,) = imbalances(plan, {0: _says(0, begun), 1: _says(1, even), 2: _says(2, large), 3: _says(3, begun)})
+    assert line.startswith("uneven servers: server 2 moves 1.66 × the mean of the bytes (10.0 MB), its shard weight")
 
 
 def test_times_the_mean():

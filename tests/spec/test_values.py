@@ -18,7 +18,7 @@ from headrace.spec.job import Job
 from headrace.spec.model import ITEM_BYTES, ModelSpec, ParameterSpec
 from headrace.spec.options import EarlyStopping, Options
 from headrace.spec.plain import from_plain, to_plain
-from headrace.spec.plan import EVERY_WORKER, Plan, Role, Segment
+from headrace.spec.plan import EVERY_WORKER, Plan, Role, Segment, name_of
 
 PLAN = Plan(
     strategy="mirrored",
@@ -32,6 +32,10 @@ PLAN = Plan(
     segments=(Segment("weight", 0, 6, EVERY_WORKER), Segment("bias", 0, 2, 0)),
     gradient_bytes=32,
 )
+
+
+def test_a_server_is_named_as_one():
+    assert [name_of(PLAN, rank) for rank in (1, 2)] == ["rank 1", "rank 2 (a server)"]
 
 
 @pytest.mark.parametrize(

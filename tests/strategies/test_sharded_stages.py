@@ -88,11 +88,11 @@ def test_four_processes_hold_half_a_stage_each_and_two_runs_are_alike(processes:
     assert distance(one.model.state_dict(), again.model.state_dict()) == 0
     assert distance(one.model.state_dict(), train(job, hr.OneDevice()).tensors) <= 1e-9
     ended = {event.rank: event for event in one.events if isinstance(event, WorkerEnded)}
-    # The stages have 32 + 8 and 24 + 3 parameters of 8 bytes.
-    assert {rank: event.parameter_bytes for rank, event in ended.items()} == {0: 160, 1: 112, 2: 160, 3: 112}
+    # The stages have 8 rows of 4 and 8, and 3 rows of 8 and 3 parameters of 8 bytes. Rank 3 has memory for 2 rows, too.
+    assert {rank: event.parameter_bytes for rank, event in ended.items()} == {0: 160, 1: 144, 2: 160, 3: 144}
     numbers = {rank: event.optimizer_bytes // 8 for rank, event in ended.items()}
     # Two of each parameter, and of each tensor a count of steps in single precision.
-    assert numbers == {0: 41, 1: 29, 2: 41, 3: 27}
+    assert numbers == {0: 41, 1: 37, 2: 41, 3: 19}
 
 
 def test_between_rounds_there_is_a_part_alone() -> None:
@@ -169,9 +169,9 @@ def test_each_part_is_saved_once(tmp_path: Path) -> None:
     hr.fit(job, divided(2), device="cpu", run_dir=tmp_path, engine=hr.ThreadEngine())
     checkpoint = CheckpointFolder(tmp_path / "checkpoints").open(2)
     saved = [{name for name in checkpoint.read(rank) if name.startswith("state/")} for rank in range(4)]
-    # Of the embedding, 28 numbers; the last stage, which has it too, saves none of it.
+    # Of the embedding, 7 rows of 4 numbers; the last stage, which has it too, saves none of it.
     assert "state/embedding.weight/exp_avg@0" in saved[0]
-    assert "state/embedding.weight/exp_avg@14" in saved[2]
+    assert "state/embedding.weight/exp_avg@16" in saved[2]
     assert not any("embedding" in name for name in saved[1] | saved[3])
 
 

@@ -91,12 +91,12 @@ def test_it_is_mirrored(name: str, workers: int, size: str) -> None:
 
 def test_a_run_with_uneven_last_batches_compiles_one_program_a_worker() -> None:
     graphs.clear()
-    job = Case(normalised).job(COUNTS["uneven"])
+    job = dataclasses.replace(Case(normalised).job(13), global_batch_size=8)
     train(job, hr.TPU(2, compiler=counting_backend()))
-    # Three epochs of batches of 4, 4 and 3: two workers with 2 examples each, and with 2 and 1.
+    # Three epochs of batches of 8 and 5: two workers with 4 examples each, and with 3 and 2.
     assert len(graphs) == 2
-    shapes = [sorted(tuple(each.shape) for each in inputs if each.dim() and len(each) == 2) for _, inputs in graphs]
-    assert shapes == [[(2,), (2,), (2, 4)]] * 2, "weights, targets, and what the model takes"
+    shapes = [sorted(tuple(each.shape) for each in inputs if each.dim() and len(each) == 4) for _, inputs in graphs]
+    assert shapes == [[(4,), (4,), (4, 4)]] * 2, "weights, targets, and what the model takes"
     assert torch._dynamo.config.recompile_limit > 1
 
 

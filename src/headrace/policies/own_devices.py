@@ -24,6 +24,9 @@ def with_own_devices(seen: Sequence[Host], local: Sequence[str]) -> Host:
     """
     first, every = seen[0], [_devices(host) for host in seen]
     if all(devices == every[0] for devices in every):
+        if first.accelerators and not first.worker_devices and kind_of(first.accelerators[0]).launched:
+            # Each process sees its own, and all have one name.
+            return replace(first, accelerators=first.accelerators[:1] * len(seen))
         return first if first.worker_devices else _in_order_of(first, every[0], local)
     if len(first.worker_devices) == len(seen):
         chosen = [devices[place] for place, devices in enumerate(every)]

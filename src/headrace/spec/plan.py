@@ -174,11 +174,11 @@ class Plan(ShownAsTable):
         return replace(self.roles[0], rank=rank, data_rank=0)
 
     def part_of(self, rank: int) -> str:
-        """Returns what a rank holds of the model: "stage 1 of 2, replica 0", or "" where that is all of it."""
+        """Returns what a rank holds of the model: "stage 1 of 2, replica 0", or "" of a worker with all of it."""
         ranks, role = stage_ranks(self), self.role(rank)
         own = [str(stage) for stage in range(len(self.partition)) if stage % ranks == role.stage // self.slices]
         if not own:
-            return ""
+            return "" if role.kind == "worker" else f"a {role.kind}"
         held = f"stage{'s' * (len(own) > 1)} {' and '.join(own)} of {len(self.partition)}"
         if self.slices > 1:
             held += f", slice {role.stage % self.slices} of {self.slices}"
@@ -218,8 +218,9 @@ def spans_hosts(plan: Plan) -> bool:
 
 
 def place_of(role: Role) -> tuple[str, str]:
-    """Returns what is another one for each device: its UUID, or where names say which it is, its host and name."""
-    return ("", role.identity) if role.identity else (role.host, role.device)
+    """Returns what is another one for each device: its UUID, or its host and name, or rank where all have one name."""
+    own = f" of rank {role.rank}" * kind_of(role.device).launched
+    return ("", role.identity) if role.identity else (role.host, role.device + own)
 
 
 def exchanges_in_host_memory(plan: Plan) -> bool:
@@ -275,8 +276,7 @@ def needs_snapshots(plan: Plan) -> bool:
 
 def name_of(plan: Plan, rank: int) -> str:
     """Returns how errors name a worker: with what it holds of the model, where that is not all."""
-    part = plan.part_of(rank)
-    return f"rank {rank} ({part})" if part else f"rank {rank}"
+    return f"rank {rank} ({part})" if (part := plan.part_of(rank)) else f"rank {rank}"
 
 
 def replica_leader(plan: Plan, rank: int) -> int:

@@ -95,6 +95,10 @@ class HollowMemory(internals.TorchDispatchMode):
         """Whether a storage is one that `share` has made."""
         return key in self._shared
 
+    def is_parameter(self, key: int) -> bool:
+        """Whether a storage has been a parameter's, also one that its module does not have at the moment."""
+        return self._living[key].resized
+
     def living(self) -> dict[int, int]:
         """Returns the storages that live, by address, with their bytes; without those in the memory of the host."""
         self._measure()

@@ -200,7 +200,9 @@ class HollowRank:
             kinds |= {_address(each): "state" for each in kept}
         found = dict.fromkeys(KINDS, 0)
         for key, size in memory.living().items():
-            found[kinds.get(key, "exchange" if memory.is_shared(key) else "activations")] += size
+            # A unit that is gathered early is not its module's yet.
+            rest = "exchange" if memory.is_shared(key) else "gathered" if memory.is_parameter(key) else "activations"
+            found[kinds.get(key, rest)] += size
         return found
 
 

@@ -300,10 +300,13 @@ def to_mean(values: Sequence[float]) -> tuple[float, int]:
 
 
 def imbalances(plan: Plan, served: Mapping[int, ServerStats]) -> list[str]:
-    """Returns lines on servers that carry much more than others of the same part of the model."""
-    parts = sorted({plan.role(rank).stage for rank in served})
-    # The servers of another part hold what the cut has left them.
-    lines = (imbalance(each for rank, each in served.items() if plan.role(rank).stage == part) for part in parts)
+    """Returns lines on servers that carry much more than others of the same part: the cut decides what a part holds."""
+    servers = dict(zip(plan.backups, plan.servers, strict=False))
+    # A process that has taken a lost one's place has counted less than the other one of its server.
+    by_bytes = sorted(served.values(), key=lambda each: sum(map(moved_bytes, each.shards)))
+    whole = {servers.get(each.rank, each.rank): each for each in by_bytes}
+    parts = sorted({plan.role(rank).stage for rank in whole})
+    lines = (imbalance(each for rank, each in whole.items() if plan.role(rank).stage == part) for part in parts)
     return [line for line in lines if line]
 
 
@@ -326,11 +329,8 @@ def imbalance(served: Iterable[ServerStats]) -> str | None:
     rank = list(works)[which]
     if factor > UNEVEN and works[rank].queue_mean >= _LEAST_QUEUE:
         parts.append(f"server {rank} has {fixed(factor)} × the mean queue ({works[rank].queue_mean:.1f} messages)")
-    if not parts:
-        return None
-    return (
-        f"uneven servers: {'; '.join(parts)}; remedy: smaller shards (sharding='max_size:...'), with placement='greedy'"
-    )
+    remedy = "smaller shards (sharding='max_size:...'), with placement='greedy'"
+    return f"uneven servers: {'; '.join(parts)}; remedy: {remedy}" if parts else None
 
 
 def _uneven(
