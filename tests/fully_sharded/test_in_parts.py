@@ -114,9 +114,5 @@ def test_a_model_that_cannot_be_made_in_parts_is_built_whole(capsys: pytest.Capt
 def test_what_needs_all_parameters_at_once_is_refused() -> None:
     with pytest.raises(UsageError, match="deferred must be True or False, got 1"):
         hr.FullySharded(deferred=1)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="pipeline has not divided before"):
-        hr.Hybrid(hr.FullySharded(2, deferred=True), hr.Pipeline(2))
-    with pytest.raises(UsageError, match="tensor_parallel has not divided before"):
-        hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2, deferred=True), hr.TensorParallel(2))
     with pytest.raises(JobError, match="leave out deferred=True"):
         hr.fit(job_of(Recurrent), hr.FullySharded(2, deferred=True), device="cpu")

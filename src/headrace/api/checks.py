@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -208,7 +208,7 @@ def _try(
     trained = [each for each in module.parameters() if each.requires_grad]
     with evaluating(module), torch.no_grad(), without_compilers(), untouched(module, but=trained):
         try:
-            with no_sparse_gradients(module), parts.at_hand() if parts else nullcontext():
+            with no_sparse_gradients(module), _lending(module) if parts else nullcontext():
                 weighed, output, target = _try_model(job, module, share, what, sets)
         except HeadraceError as error:
             failure = error
@@ -343,6 +343,12 @@ def _deferral(given: bool) -> Deferral:
     from headrace.training.deferred.parts import Deferral
 
     return Deferral("the job has the model itself; give it a function that builds it" if given else "")
+
+
+def _lending(module: nn.Module) -> AbstractContextManager[None]:
+    from headrace.training.deferred.lending import lending
+
+    return lending(module)
 
 
 def _check_early_stopping(job: Job) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ class DividedExperts:
         every: all ranks of the run, over which the rest is summed, and the router's loss made.
         parts: whether batches are cut into micro-batches.
         copies: whether what this rank holds gets memory of its own, so that the rest is free.
+        fill: gives memory to this rank's experts, by name, of a model that is made in parts.
 
     Attributes:
         pieces: this rank's part of each trained parameter, by name; of an expert elsewhere it is empty.
@@ -51,9 +52,10 @@ class DividedExperts:
         every: RowLink,
         parts: bool = False,
         copies: bool = True,
+        fill: Callable[[Mapping[str, slice]], None] = lambda held: None,
     ) -> None:
         self.module, self._found, self._link, self._every = module, found, link, every
-        self.device = next((each.device for each in module.parameters()), torch.device("cpu"))
+        self.device = next((each.device for each in module.parameters() if not each.is_meta), torch.device("cpu"))
         self.seen: set[str] = set()
         specs = {name: each for name, each in module.named_parameters()}
         self._shapes = {name: each.shape for name, each in specs.items()}
@@ -61,6 +63,7 @@ class DividedExperts:
         self.balance = Balance(module, every, parts)
         for each in found:
             self._divide(each, copies)
+        fill(self._held())
         self._parameters = dict(module.named_parameters())
         trained = {name: each for name, each in self._parameters.items() if each.requires_grad}
         for name, parameter in trained.items():
@@ -85,6 +88,18 @@ class DividedExperts:
                 for name, parameter in dict(entry.named_parameters()).items():
                     _put(entry, name, torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         ListedExperts(experts, self.module.get_submodule(experts.caller), self._link)
+
+    def _held(self) -> dict[str, slice]:
+        """Returns the names of this rank's experts, with the rows that it has of each."""
+        own = {
+            count: bounds_of(count, self._link.world)[self._link.rank] for count in (each.count for each in self._found)
+        }
+        bounds = {name: (spec, *own[spec.count]) for name, spec in self._experts.items()}
+        return {
+            name: slice(start, stop) if spec.index < 0 else slice(None)
+            for name, (spec, start, stop) in bounds.items()
+            if spec.index < 0 or start <= spec.index < stop
+        }
 
     def parts(self) -> Iterator[tuple[str, int, Tensor]]:
         """Yields what this rank holds of experts: the name, the first element, and the elements, flat."""

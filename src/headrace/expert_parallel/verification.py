@@ -8,7 +8,7 @@ what leaves out the tokens that are too many (a capacity) does so.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,9 @@ from headrace.expert_parallel.divided import DividedExperts
 from headrace.expert_parallel.finding import ExpertSet, bounds_of, find_experts
 from headrace.expert_parallel.rows import RowLink
 from headrace.modules import set_train_modes
+from headrace.training.deferred.lending import lending, lending_here, lent
 from headrace.training.user_code.divided import SMALL, TOLERANCE, WORLD, distance, run_in_threads, weighed
+from headrace.training.user_code.sketches import along
 from headrace.training.user_code.trial import WithoutDropout, largest_element, unchanged, without_compilers
 from headrace.training.whole_model import cut
 from headrace.trees import tensors_of
@@ -53,10 +55,10 @@ def verify(module: nn.Module, patterns: str | Sequence[str], batch: Any, inputs:
     examples = next((len(each) for each in tensors_of(batch) if each.dim()), 0)
     if examples < WORLD:
         return
-    with unchanged(module), without_compilers():
+    with lending(module), unchanged(module), without_compilers():
         for skewed in (False, True):
             copied = _copy(module, patterns, skewed)
-            whole = _run(copied, batch, inputs, find_experts(copied, patterns))
+            whole = _run(copied, batch, inputs, find_experts(copied, patterns), lent(module))
             if whole.error is not None:
                 alike = ", with a router that sends all tokens to the same experts," if skewed else ""
                 raise UsageError(
@@ -88,14 +90,27 @@ def _block_of(found: ExpertSet) -> str:
 
 
 def _run(
-    module: nn.Module, batch: Any, inputs: Any, found: Sequence[ExpertSet], whole: _Run | None = None, rank: int = 0
+    module: nn.Module,
+    batch: Any,
+    inputs: Any,
+    found: Sequence[ExpertSet],
+    large: Collection[str],
+    whole: _Run | None = None,
+    rank: int = 0,
 ) -> _Run:
-    """Runs a model forward, and backward from a sum with a weight an element; a part's are those it has in `whole`."""
+    """Runs a model forward, and backward from a sum with a weight an element; a part's are those it has in `whole`.
+
+    Of gradients that are `large` a number for each row is kept.
+    """
     run = _Run()
     with ExitStack() as stack:
         for name in dict.fromkeys(map(_block_of, found)):
             note = partial(_note, run, name)
             stack.callback(module.get_submodule(name).register_forward_hook(note).remove)
+        for name, parameter in module.named_parameters():
+            if name in large and parameter.requires_grad and not parameter.is_meta:
+                keep = partial(_keep_rows, run, name)
+                stack.callback(parameter.register_post_accumulate_grad_hook(keep).remove)
         try:
             with WithoutDropout():
                 run.outputs = tensors_of(call(module, batch, inputs))
@@ -105,7 +120,7 @@ def _run(
                         rows = len(whole.outputs[place]) if whole else len(output)
                         total = total + weighed(output, rows - len(output) if rank else 0)
                 total.backward()
-            run.gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+            run.gradients |= {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
         except Exception as error:  # whatever a user's forward raises
             run.error = error
     return run
@@ -113,6 +128,12 @@ def _run(
 
 def _note(run: _Run, name: str, module: nn.Module, args: Any, output: Any) -> None:
     run.blocks.append((name, [each.detach().clone() for each in tensors_of(output)]))
+
+
+def _keep_rows(run: _Run, name: str, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    run.gradients[name] = along(parameter.grad)[0]
+    parameter.grad = None
 
 
 def _run_divided(
@@ -127,7 +148,9 @@ def _run_divided(
         link = RowLink(collective, collective)
         divided = DividedExperts(copies[number], found, link, link, copies=False)
         start, stop = bounds_of(examples, WORLD)[number]
-        runs[number] = _run(copies[number], cut(batch, start, stop, examples), inputs, found, whole, number)
+        part = cut(batch, start, stop, examples)
+        with lending_here(module):
+            runs[number] = _run(copies[number], part, inputs, found, lent(module), whole, number)
         runs[number].balances = divided.balance.used
         return runs[number].error
 

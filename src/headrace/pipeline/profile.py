@@ -40,6 +40,7 @@ from headrace.pipeline.trace.tracing import trace
 from headrace.spec.compute import LayerSpec
 from headrace.spec.job import Job
 from headrace.spec.model import ProfileRequest
+from headrace.training.deferred.lending import holding, lending
 from headrace.training.shared_buffers.batch_norm import NO_STATISTICS
 from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trial import unchanged
@@ -77,7 +78,7 @@ def profile(
     """
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     context = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
-    with unchanged(module), limited_threads(threads), context:
+    with lending(module), unchanged(module), limited_threads(threads), context:
         traced = trace(module, batch if sample is None else sample, objective.inputs)
         groups = groups_of(traced)
         set_train_modes(module)
@@ -229,13 +230,14 @@ class Sweep:
 
     def count(self) -> tuple[list[int], list[int]]:
         """Returns the bytes that autograd keeps for each layer and for none before it, and those alive behind it."""
-        model = {place(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
         saved: list[int] = []
         crossing = [0] * len(self.stages)
         # Names of values that are kept for a layer already. Places in memory are taken again.
         counted: set[str] = set()
 
         def measure(stage: Stage, got: Mapping[str, Any]) -> dict[str, Any]:
+            # Here, because a model that is made in parts has those of one layer at a time.
+            model = {place(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
             kept, (gave, _) = kept_bytes(lambda: self._forward(stage, _received(got)), lambda made: made[1])
             before = model | {place(got[name]) for name in counted & got.keys()}
             saved.append(sum(size for place, size in kept.items() if place not in before))
@@ -256,7 +258,9 @@ class Sweep:
         for stage in self.stages:
             got = {name: self.inputs[name] for name in stage.inputs}
             got |= {value.name: alive[value.name] for value in stage.receives}
-            gave = measure(stage, got)
+            # Outside of what is measured.
+            with holding(self.module, stage.parameters):
+                gave = measure(stage, got)
             alive |= _received({value.name: gave[value.name] for value in stage.sends})
             del got, gave
             for value in stage.receives:

@@ -27,6 +27,13 @@ COUNTS = ("workers", "stages", "devices")
 """What strategies call the option that says how many ranks compute."""
 
 
+def defer(strategy: object, deferred: object) -> None:
+    """Notes of a strategy with this option whether its workers make parameters one by one; a UsageError if not bool."""
+    if not isinstance(deferred, bool):
+        raise UsageError(f"deferred must be True or False, got {deferred!r}")
+    object.__setattr__(strategy, "in_parts", deferred)
+
+
 def process_counts(strategy: str, options: Mapping[str, Any], one_host: bool) -> ProcessCounts:
     """Returns how many processes a strategy's options ask for; raises UsageError if they do not say."""
     option = next((name for name in COUNTS if name in options), None)

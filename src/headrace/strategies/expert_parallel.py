@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
 
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.errors import UsageError
@@ -30,8 +32,9 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import EVERY_WORKER, Plan
 from headrace.strategies.broadcast import broadcast
-from headrace.strategies.checks import check_count, refuse_derived_state, refuse_parts
+from headrace.strategies.checks import check_count, defer, refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext, total_of
+from headrace.strategies.deferred import make_own, require_same_parts
 from headrace.strategies.fully_sharded import (
     require_own_backward,
     require_sliceable,
@@ -40,6 +43,7 @@ from headrace.strategies.fully_sharded import (
 )
 from headrace.strategies.refusals import Refusal, one_program
 from headrace.strategies.strategy import Strategy, describe_options
+from headrace.training.deferred.parts import keep_parts, parts_of
 from headrace.training.exchange import Replica
 from headrace.training.gradients import UsedParameters
 
@@ -56,6 +60,8 @@ class ExpertParallel(Strategy):
     Attributes:
         workers: how many; None for the launcher's processes or the machine's accelerators.
         experts: "auto", or names or patterns of the modules that hold experts (["blocks.*.mixture"]).
+        deferred: each worker makes its experts and the rest, one parameter after the other, bit for bit as the
+            constructor does; see `FullySharded`.
 
     Raises:
         UsageError: an option has a value that it cannot have.
@@ -67,6 +73,7 @@ class ExpertParallel(Strategy):
 
     workers: int | None = None
     experts: str | Sequence[str] = AUTO
+    deferred: bool = False
 
     name = "expert_parallel"
     equals_one_device = True
@@ -76,6 +83,7 @@ class ExpertParallel(Strategy):
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
+        defer(self, self.deferred)
         texts = not isinstance(self.experts, str) and all(isinstance(each, str) and each for each in self.experts)
         if self.experts != AUTO and not (texts and self.experts):
             raise UsageError(
@@ -139,17 +147,23 @@ class ExpertParallel(Strategy):
         module, group = context.module, context.group
         every = RowLink(group, context.device_group() or group)
         found, weights = find_experts(module, self.experts), context.weights
+        require_same_parts(module, group)
+        specs = experts_of(found)
+        shared = [name for name, _ in module.named_parameters() if name not in specs]
+        make_own(module, context.device, weights, shared, read=False)
         if weights and (context.model.optimizer.values or not group.rank):
             # What every worker holds, the others get of rank 0; an optimizer may be made from all values.
-            apart = {} if context.model.optimizer.values else experts_of(found)
+            apart = {} if context.model.optimizer.values else specs
             weights.only(weights.tensors.keys() - apart.keys()).read(module)
         broadcast(module, every.carrier)
         whole = whole_parameters(context)
         link = RowLink(within, carrier or within)
-        divided = DividedExperts(module, found, link, every, context.options.accumulate > 1)
+        divided = DividedExperts(
+            module, found, link, every, context.options.accumulate > 1, fill=partial(_make_experts, context)
+        )
         if weights:
             weights.read_parts(divided.parts())
-        held = by_experts(context.model.parameters, experts_of(found), within.world)
+        held = by_experts(context.model.parameters, specs, within.world)
         segments = [each for each in held if each.owner in (within.rank, EVERY_WORKER)]
         updater = updater_of_parts(segments, divided.pieces, whole, context)
         used = UsedParameters(group, len(divided.pieces))
@@ -163,6 +177,13 @@ class ExpertParallel(Strategy):
         measured = frozenset(divided.pieces) if not mates or not mates.rank else frozenset[str]()
         measured -= divided.whole if group.rank else frozenset()
         return Replica(compute, ShardedExchange(divided, updater, context.clipper(), used, measured, mates))
+
+
+def _make_experts(context: WorkerContext, held: Mapping[str, slice]) -> None:
+    """Makes the experts of a rank, of which stacked ones are rows."""
+    if parts := parts_of(context.module):
+        keep_parts(context.module, parts.sliced({name: itemgetter(rows) for name, rows in held.items()}))
+        make_own(context.module, context.device, context.weights, held, read=False)
 
 
 def expert_plan(
@@ -184,5 +205,6 @@ def expert_plan(
     divided = sum(each.bytes for each in model.trainable if each.name in model.experts)
     held = model.copies * (plan.workers * (model.trainable_bytes - divided) + replicas * divided)
     # Each builds the whole model before it keeps its part.
-    require_memory(name, max(held, plan.workers * model.parameter_bytes), cluster, plan.roles, model)
+    built = 0 if model.in_parts else plan.workers * model.parameter_bytes
+    require_memory(name, max(held, built), cluster, plan.roles, model)
     return plan

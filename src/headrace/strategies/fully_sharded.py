@@ -38,7 +38,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import EVERY_WORKER, Plan, Segment
 from headrace.strategies.broadcast import broadcast, broadcast_tensors
-from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state, refuse_parts
+from headrace.strategies.checks import check_count, defer, refuse_coupled, refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext, total_of
 from headrace.strategies.refusals import Refusal, one_program
 from headrace.strategies.sharded_memory import require_accelerators, require_parts_fit
@@ -104,10 +104,9 @@ class FullySharded(Strategy):
             raise UsageError(f"reshard_after_forward must be True, False or None, got {self.reshard_after_forward!r}")
         if self.param_dtype not in (None, "bf16"):
             raise UsageError(f"param_dtype is 'bf16' or None, got {self.param_dtype!r}")
-        for name in ("deferred", "offload"):
-            if not isinstance(getattr(self, name), bool):
-                raise UsageError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        object.__setattr__(self, "in_parts", self.deferred)
+        if not isinstance(self.offload, bool):
+            raise UsageError(f"offload must be True or False, got {self.offload!r}")
+        defer(self, self.deferred)
 
     @property
     def equals_one_device(self) -> bool:

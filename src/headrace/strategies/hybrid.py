@@ -42,6 +42,7 @@ from headrace.strategies.checks import refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext, among, total_of
 from headrace.strategies.context_hybrid import ring_behaviour, ring_plan, ring_replica
 from headrace.strategies.context_parallel import ContextParallel
+from headrace.strategies.deferred import make_own
 from headrace.strategies.expert_hybrid import expert_replica
 from headrace.strategies.expert_parallel import ExpertParallel, expert_plan
 from headrace.strategies.fully_sharded import FullySharded, require_sliceable, sharded_plan, sums_of
@@ -183,11 +184,12 @@ class Hybrid(ServedStrategy):
             served = served_plan(self.name, self.outer, inner, model, cluster, (replicas, devices))
             return replace(served, options=options)
         # Each builds the whole model before it keeps a part; then there are the copies of the outer's.
-        needed, segments = max(3 * len(roles), model.copies * replicas), everywhere(model.parameters)
+        built = 0 if model.in_parts else len(roles)
+        needed, segments = max(3 * built, model.copies * replicas), everywhere(model.parameters)
         if sharded:
             require_sliceable(self.name, model)
             # In a round each replica has parameters and gradients, and all together the parts and their state.
-            needed = max(len(roles), 2 * replicas + model.copies * outer)
+            needed = max(built, 2 * replicas + model.copies * outer)
             owners = {segment.parameter: segment.owner * slices for segment in inner.segments}
             segments = tuple(
                 replace(each, owner=each.owner * devices + owners[each.parameter])
@@ -282,8 +284,8 @@ class Hybrid(ServedStrategy):
             own = replace(
                 context, model=inside.model, group=mates, device_group=connected, inside=inside, weights=values
             )
-            if values and not sharded and not pipeline:
-                values.read(context.module)
+            if not sharded and not pipeline:
+                make_own(context.module, context.device, values)
         if sharded:
             within, alike = everyone.subgroup(groups.parts), everyone.subgroup(groups.replicas)
             others: Collective | None = (among(context, alike, groups.replicas)() or alike) if outer else None

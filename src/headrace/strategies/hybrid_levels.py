@@ -69,8 +69,11 @@ def check_levels(levels: Sequence[Strategy]) -> None:
     outer, (_, sharded, pipeline, tensor) = levels[0], by_kind(levels)
     if sharded and outer is not sharded:
         _check_sharded(outer)
-    if sharded and sharded.deferred and (inside := pipeline or tensor):
-        raise UsageError(f"deferred=True is for a model that {inside.name} has not divided before; leave it out")
+    if isinstance(outer, Served) and tensor and any(each.in_parts for each in levels):
+        raise UsageError(
+            "servers must know the slices before the start, and copies of the whole model are tried for that: leave "
+            f"out deferred=True, or use hr.Mirrored(...) in the place of hr.{type(outer).__name__}(...)"
+        )
     if sharded and pipeline:
         sharded.check_stages()
     if pipeline and tensor and tensor.sequence:

@@ -36,10 +36,12 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.plan import Plan, Role, Segment, StageCost
 from headrace.strategies.broadcast import broadcast
-from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state, refuse_parts
+from headrace.strategies.checks import check_count, defer, refuse_coupled, refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext, total_of
+from headrace.strategies.deferred import make_own, require_same_parts
 from headrace.strategies.refusals import STAGES, WHOLE_BATCH_NORM, Refusal
 from headrace.strategies.strategy import Strategy, describe_options
+from headrace.training.deferred.lending import lending
 from headrace.training.exchange import Replica
 from headrace.training.on_device.totals import Total
 from headrace.training.whole_model import HALF
@@ -68,6 +70,8 @@ class Pipeline(Strategy):
         limit_bytes: that a stage may take for parameters, gradients, optimizer and activations; None for any number.
         chunks: stages on each worker, where the schedule has several.
         deferred_batch_norm: update running statistics once a batch, not by each micro-batch.
+        deferred: each worker makes the parameters of its own stages alone, bit for bit as the constructor does; see
+            `FullySharded`.
 
     Raises:
         UsageError: an option has a value that it cannot have.
@@ -87,6 +91,7 @@ class Pipeline(Strategy):
     limit_bytes: int | None = None
     chunks: int = _CHUNKS
     deferred_batch_norm: bool = True
+    deferred: bool = False
 
     name = "pipeline"
     equals_one_device = True
@@ -100,6 +105,7 @@ class Pipeline(Strategy):
         check_count("limit_bytes", self.limit_bytes)
         if not isinstance(self.deferred_batch_norm, bool):
             raise UsageError(f"deferred_batch_norm must be True or False, got {self.deferred_batch_norm!r}")
+        defer(self, self.deferred)
         if self.micro_batches != "auto" and not (type(self.micro_batches) is int and self.micro_batches > 0):
             raise UsageError(f"micro_batches is 'auto', or a whole number of at least 1, got {self.micro_batches!r}")
         named = ("schedule", self.schedule, SCHEDULES), ("way to recompute", self.recompute, RECOMPUTE)
@@ -142,8 +148,9 @@ class Pipeline(Strategy):
                     "the job's optimizer needs a gradient of every parameter, and a stage has those of its own alone; "
                     "leave out parameters whose grad is None in its step and hooks, or use mirrored"
                 )
-        # Each builds the whole model before it keeps its stages.
-        require_memory(self.name, max(ranks, model.copies) * model.trainable_bytes, cluster, roles, model)
+        # Each builds the whole model before it keeps its stages, unless it is made in parts.
+        copies = model.copies if model.in_parts else max(ranks, model.copies)
+        require_memory(self.name, copies * model.trainable_bytes, cluster, roles, model)
         schedule = self.schedule_of(ranks)
         if not type(schedule).__module__.startswith("headrace."):
             # Tests have checked headrace's own.
@@ -203,7 +210,8 @@ class Pipeline(Strategy):
             context.require_own_generators()
         # This also makes threads wait: one that builds its model while another traces would build something else.
         broadcast(context.module, context.device_group() or group)
-        with TRACING:
+        require_same_parts(context.module, group)
+        with TRACING, lending(context.module):
             sample = map_tensors(lambda tensor: tensor.to(device), context.sample())
             # The cuts were checked before the start.
             traced = trace(context.module, sample, context.objective.inputs, check=False)
@@ -214,8 +222,7 @@ class Pipeline(Strategy):
         placement, count = schedule.placement(), schedule.micro_batches
         part = StageModule(context.module, stages, placement, group.rank)
         part.release()
-        if context.weights:
-            context.weights.read(context.module)
+        make_own(context.module, context.device, context.weights, part.parameters())
         channels = _channels(schedule, stages, context)
         context.closing.callback(channels.close)
         statistics = RunningStatistics(context.module, self.deferred_batch_norm and count > 1)

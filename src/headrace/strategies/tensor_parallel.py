@@ -32,8 +32,9 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
 from headrace.strategies.broadcast import broadcast
-from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state, refuse_parts
+from headrace.strategies.checks import check_count, defer, refuse_coupled, refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext
+from headrace.strategies.deferred import make_own, require_same_parts
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.refusals import Refusal, one_program
 from headrace.strategies.strategy import Strategy, describe_options
@@ -70,6 +71,8 @@ class TensorParallel(Strategy):
         devices: how many; None for the launcher's processes or the machine's accelerators.
         rules: "auto" finds pairs of layers that need one sum each way, and attention; or a dict.
         sequence: divide what is between split blocks along the sequence: norms, dropout, residual sums.
+        deferred: each device makes one parameter after the other, bit for bit as the constructor does, and keeps its
+            slice; see `FullySharded`.
 
     Raises:
         UsageError: an option has a value that it cannot have.
@@ -83,6 +86,7 @@ class TensorParallel(Strategy):
     devices: int | None = None
     rules: str | Mapping[str, str] = "auto"
     sequence: bool = False
+    deferred: bool = False
 
     name = "tensor_parallel"
     equals_one_device = True
@@ -95,6 +99,7 @@ class TensorParallel(Strategy):
         check_count("devices", self.devices)
         if not isinstance(self.sequence, bool):
             raise UsageError(f"sequence must be True or False, got {self.sequence!r}")
+        defer(self, self.deferred)
         if isinstance(self.rules, str) and self.rules != "auto":
             raise UsageError(f"rules must be 'auto' or a dict such as {{'head.*': 'column'}}, got {self.rules!r}")
         for kind in () if isinstance(self.rules, str) else self.rules.values():
@@ -123,7 +128,8 @@ class TensorParallel(Strategy):
                 f"parameter, and {self.name} makes it over slices; use mirrored, or fully_sharded"
             )
         # Each builds the whole model before it keeps a part, and how small the parts are is not known yet.
-        needed = max(2 * len(roles), model.copies) * model.trainable_bytes
+        built = 1 if model.in_parts else 2 * len(roles)
+        needed = max(built, model.copies) * model.trainable_bytes
         require_memory(self.name, needed, cluster, roles, model)
         return Plan(
             strategy=self.name,
@@ -168,8 +174,7 @@ class TensorParallel(Strategy):
         alone = ThreadCollective(ThreadGroup(1), 0)
         inside = self.inside(context, context.group, alone)
         inside.connects = context.device_group, context.device_group
-        if values := stored_slices(context, inside):
-            values.read(context.module)
+        make_own(context.module, context.device, stored_slices(context, inside))
         own = replace(context, model=inside.model, group=alone, device_group=lambda: None, inside=inside)
         exchange = LocalExchange(everywhere(own.model.parameters), own)
         return Replica(own.whole_model(), exchange, slices=inside.slices)
@@ -182,6 +187,7 @@ class TensorParallel(Strategy):
         group = context.group
         context.require_own_generators()
         broadcast(context.module, context.device_group() or group)
+        require_same_parts(context.module, group)
         batch = map_tensors(lambda each: each.to(context.device), context.sample())
         trial = Trial(batch, context.objective.inputs)
         # A trial may keep torch from compiling, for all threads, of which none may run a model meanwhile.

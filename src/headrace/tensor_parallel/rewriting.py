@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from headrace.collectives.base import Collective
 from headrace.collectives.threads import ThreadCollective
+from headrace.devices import HOST
 from headrace.errors import UsageError
 from headrace.tensor_parallel.layout import RULES, Layout, Rules, lay_out
 from headrace.tensor_parallel.recording import Trial
@@ -17,7 +19,9 @@ from headrace.tensor_parallel.rewriter import Rewriter
 from headrace.tensor_parallel.rules import any_number
 from headrace.tensor_parallel.sequence.chains import Chain, find_chains
 from headrace.tensor_parallel.sequence.tokens import INSTEAD
-from headrace.tensor_parallel.verification import ALL, Expected, expected, verified, wrong_with
+from headrace.tensor_parallel.verification import ALL, Expected, expected, sliced, verified, wrong_with
+from headrace.training.deferred.lending import lending
+from headrace.training.deferred.parts import keep_parts
 
 __all__ = ["RULES", "split"]
 
@@ -50,7 +54,10 @@ def split(module: nn.Module, rules: Rules, group: Collective, trial: Trial, sequ
     else:
         layout, said = layout.only(layout.keys if not untried else ()), _notices(layout.obstacles, reasons)
     chains = _chains(module, layout, group, trial, right) if sequence else ()
-    cuts, place = Rewriter(module, group, layout, chains).cut(), next(module.parameters()).device
+    place = next((each.device for each in module.parameters() if not each.is_meta), torch.device(HOST))
+    cuts = Rewriter(module, group, layout, chains).cut()
+    if parts := sliced(module, cuts, group):
+        keep_parts(module, parts)
     kinds = {**layout.kinds, **dict.fromkeys(layout.batches.values(), "batch")}
     if chains:
         divided = dict.fromkeys(any_number(name) for chain in chains for name in chain.layers)
@@ -70,7 +77,8 @@ def _chains(
     for turn in range(group.world if threads else 1):
         group.barrier()
         if turn == group.rank or not threads:
-            chains = find_chains(module, layout, trial)
+            with lending(module):
+                chains = find_chains(module, layout, trial)
     group.barrier()
     if reason := wrong_with(module, layout, chains, group, trial, right, seed=not threads):
         raise UsageError(
@@ -89,7 +97,8 @@ def _tried(
     for turn in range(group.world if threads else 1):
         group.barrier()
         if turn == group.rank or not threads:
-            layout = lay_out(module, rules, group.world, trial)
+            with lending(module):
+                layout = lay_out(module, rules, group.world, trial)
             right = expected(module, trial)
     group.barrier()
     assert layout is not None

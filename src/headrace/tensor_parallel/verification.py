@@ -6,8 +6,9 @@ before it is kept, and what changes the output or a gradient is left whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,10 @@ from headrace.tensor_parallel.recording import Trial, tried
 from headrace.tensor_parallel.replica import ShardDim
 from headrace.tensor_parallel.rewriter import Rewriter
 from headrace.tensor_parallel.sequence.chains import Chain
+from headrace.training.deferred.lending import lending, lent
+from headrace.training.deferred.parts import Parts, parts_of
 from headrace.training.user_code.divided import SMALL, distance, weighed
+from headrace.training.user_code.sketches import Sketch, gradients_of
 from headrace.trees import tensors_of
 
 ALL = "the model"
@@ -91,7 +95,7 @@ class Expected:
     """What a model computes on a small batch: outputs, and gradients by parameter; None if it has no gradients."""
 
     outputs: tuple[Tensor, ...]
-    gradients: Mapping[str, Tensor | None] | None
+    gradients: Mapping[str, Sketch | None] | None
 
     def difference(self, found: Expected, cuts: Mapping[str, ShardDim], rank: int, world: int) -> str:
         """Says how what the split model computes differs, "" if it does not."""
@@ -102,17 +106,30 @@ class Expected:
             return f"its output changes, by {off:.1e} of what is allowed"
         if self.gradients is None or found.gradients is None:
             return ""
-        largest = max((float(each.abs().max()) for each in self.gradients.values() if each is not None), default=0.0)
+        every = [part for each in self.gradients.values() for part in each or ()]
+        largest = max((float(each.abs().max()) for each in every), default=0.0)
         for name, gradient in self.gradients.items():
             own = found.gradients[name]
             if gradient is None or own is None:
                 if (gradient is None) != (own is None):
                     return f"{name!r} gets a gradient, or gets none any more"
                 continue
-            part = cuts[name].take(gradient, rank, world) if name in cuts else gradient
-            if part.shape != own.shape or distance(own, part, largest * SMALL) > 1.0:
-                return f"the gradient of {name!r} changes"
+            for part, mine in _pairs(gradient, own, cuts.get(name), rank, world):
+                if part.shape != mine.shape or distance(mine, part, largest * SMALL) > 1.0:
+                    return f"the gradient of {name!r} changes"
         return ""
+
+
+def _pairs(
+    right: Sketch, found: Sketch, cut: ShardDim | None, rank: int, world: int
+) -> Iterable[tuple[Tensor, Tensor]]:
+    """Returns what must be the same of a gradient and that of a rank's part of the parameter."""
+    if cut is None:
+        return zip(right, found, strict=True)
+    if len(right) == 1:
+        return [(cut.take(right[0], rank, world), found[0])]
+    # Along other dims, the part's vectors are sums over less.
+    return [(replace(cut, dim=0).take(right[cut.dim], rank, world), found[cut.dim])]
 
 
 def compute(module: nn.Module, trial: Trial, gradients: bool = True) -> Expected:
@@ -126,8 +143,8 @@ def compute(module: nn.Module, trial: Trial, gradients: bool = True) -> Expected
     total = sum(weighed(each) for each in outputs if each.requires_grad)
     # A hook may count its calls; the layers that have some stay whole.
     with silenced(list(named.values())):
-        found = torch.autograd.grad(total, list(named.values()), allow_unused=True) if isinstance(total, Tensor) else ()
-    return Expected(tuple(each.detach() for each in outputs), dict(zip(named, found, strict=True)) if found else None)
+        found = gradients_of(total, named, lent(module)) if isinstance(total, Tensor) else None
+    return Expected(tuple(each.detach() for each in outputs), found)
 
 
 def expected(module: nn.Module, trial: Trial) -> Expected | str:
@@ -135,9 +152,9 @@ def expected(module: nn.Module, trial: Trial) -> Expected | str:
     wrong = ""
     for gradients in (True, False):
         try:
-            with tried(module, seed=True):
+            with lending(module), tried(module, seed=True):
                 first = compute(module, trial, gradients)
-            with tried(module, seed=True):
+            with lending(module), tried(module, seed=True):
                 again = compute(module, trial, gradients)
         except Exception as error:  # whatever a user's forward raises
             wrong = f"it cannot be run in evaluation: {in_one_line(error)}"
@@ -161,10 +178,18 @@ def wrong_with(
     def attempt() -> str:
         with tried(module, seed):
             cuts = Rewriter(module, guard, layout, chains).cut()
-            found = compute(module, trial, right.gradients is not None)
+            with lending(module, sliced(module, cuts, guard)):
+                found = compute(module, trial, right.gradients is not None)
             return right.difference(found, cuts, group.rank, group.world)
 
     return guard.attempt(attempt)
+
+
+def sliced(module: nn.Module, cuts: Mapping[str, ShardDim], group: Collective) -> Parts | None:
+    """Returns what the parameters are of a rank's part of a model that is made in parts; None for another."""
+    parts = parts_of(module)
+    takes = {name: partial(cut.take, rank=group.rank, world=group.world) for name, cut in cuts.items()}
+    return parts.sliced(takes) if parts else None
 
 
 def verified(

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from headrace.training.deferred import parts
+from headrace.training.deferred.lending import lending
 from headrace.training.deferred.parts import Deferral, Parts, parts_of
 
 SIZE = 48
@@ -244,7 +245,7 @@ def test_a_forward_without_gradients_gets_values_it_does_not_keep(monkeypatch: p
     made = parts_of(module)
     assert made is not None
     given = torch.randn(4, SIZE)
-    with torch.no_grad(), made.at_hand():
+    with torch.no_grad(), lending(module):
         assert torch.equal(module[0](given), whole(given))
         assert module[0].weight.device == torch.device("cpu")
     assert module[0].weight.is_meta

@@ -20,6 +20,8 @@ from headrace.pipeline.trace.graph_stage import RecordedModel
 from headrace.pipeline.trace.inputs import longer_batch, masked_otherwise, places
 from headrace.pipeline.trace.layers import align, lay_out
 from headrace.pipeline.trace.recorded_forward import Recording, Untraceable, answer, execute
+from headrace.training.deferred.lending import lent
+from headrace.training.user_code.sketches import gradients_of
 from headrace.training.user_code.trial import largest_difference, largest_element, rounding, trial
 
 _NUMBER = "what it does depends on the number of examples"
@@ -118,7 +120,8 @@ def _require_same(recording: Recording, module: nn.Module, args: tuple[Any, ...]
     What Python asks of the type of a value is answered for a proxy. Hooks of autograd's graph, and of what it saves,
     are not recorded.
     """
-    trained = [each for each in module.parameters() if each.requires_grad]
+    named = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    trained = [*named.values()]
 
     def results(run: Callable[[], Any]) -> tuple[list[Tensor], Sequence[Tensor | None]]:
         with trial(module), torch.enable_grad(), silenced(trained):
@@ -129,7 +132,8 @@ def _require_same(recording: Recording, module: nn.Module, args: tuple[Any, ...]
                 return outputs, ()
             weighed = [each.flatten() @ torch.linspace(1, 2, each.numel()).to(each) for each in leaves]
             total = torch.stack([each.double() for each in weighed]).sum()
-            return outputs, torch.autograd.grad(total, trained, allow_unused=True)
+            found = gradients_of(total, named, lent(module)).values()
+            return outputs, [part for each in found for part in (each or (None,))]
 
     def forward() -> Any:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +19,7 @@ from headrace import internals
 from headrace.machine.allocator import give_back
 from headrace.modules import memory_of, replace_tensors
 from headrace.training.deferred.record import Region, Tape
-from headrace.training.deferred.recorder import AsWithMemory, Deferring, Log, Unrecordable
-from headrace.trees import map_tensors
+from headrace.training.deferred.recorder import Deferring, Log, Unrecordable
 
 LEAST_BYTES = 1 << 20
 """Of a tensor that gets no memory in a constructor."""
@@ -37,10 +36,13 @@ class Parts:
             constructor gave it.
     """
 
-    def __init__(self, record: Tape, views: dict[str, Region]) -> None:
+    def __init__(
+        self, record: Tape, views: dict[str, Region], cuts: Mapping[str, Callable[[Tensor], Tensor]] | None = None
+    ) -> None:
         self.views = views
         self.saved: Callable[[str], Tensor] | None = None
         self._record = record
+        self._cuts = cuts or {}
 
     @property
     def bytes(self) -> int:
@@ -48,7 +50,35 @@ class Parts:
 
     def value(self, name: str) -> Tensor:
         """Makes what a parameter has at the begin, in host memory."""
-        return self.saved(name) if self.saved else self._record.value(self.views[name])
+        if name in self._cuts:
+            return self._cuts[name](self._whole(name)).clone(memory_format=torch.contiguous_format)
+        return self._whole(name)
+
+    def write(self, name: str, target: Tensor) -> None:
+        """Writes what a parameter has at the begin to memory that is all of its storage."""
+        if name in self._cuts:
+            target.copy_(self._cuts[name](self._whole(name)))
+            return
+        value = self._whole(name, target if target.device.type == "cpu" else None)
+        if value.data_ptr() != target.data_ptr():
+            target.copy_(value)
+
+    def sliced(self, cuts: Mapping[str, Callable[[Tensor], Tensor]]) -> Parts:
+        """Returns those of a model that has slices of some of them: what `cuts` return of a whole one, by name."""
+        assert not self._cuts
+        made = Parts(self._record, self.views, cuts)
+        made.saved = self.saved
+        return made
+
+    @property
+    def digest(self) -> int:
+        """A number of 48 bits that differs where another constructor, or another seed, has made them."""
+        return self._record.digest
+
+    def _whole(self, name: str, into: Tensor | None = None) -> Tensor:
+        if self.saved:
+            return self.saved(name)
+        return self._record.value(self.views[name], into.untyped_storage() if into is not None else None)
 
     def fill(self, module: nn.Module, names: Iterable[str], make: Callable[[str, Tensor], Tensor]) -> None:
         """Gives memory to named parameters of the module; `make` gets name and tensor, and returns the value."""
@@ -60,32 +90,6 @@ class Parts:
             # What earlier ones have left, of which a process that makes none has some, too.
             give_back()
             _put(module, empty, make(name, empty))
-
-    @contextmanager
-    def at_hand(self) -> Iterator[None]:
-        """Lets a forward without gradients run: each operation gets the values of its parameters, and leaves none."""
-        values = _Values(self._record)
-        with AsWithMemory(self._record, Unrecordable, lambda: values.inside), values:
-            yield
-
-
-@internals.without_compiler
-class _Values(internals.TorchDispatchMode):
-    def __init__(self, record: Tape) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.inside = False
-        self._record = record
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.inside = True
-        try:
-            named = {key: map_tensors(self._real, each) for key, each in (kwargs or {}).items()}
-            return func(*map_tensors(self._real, args), **named)
-        finally:
-            self.inside = False
-
-    def _real(self, tensor: Tensor) -> Tensor:
-        return self._record.value(Region.of(tensor)) if self._record.has(tensor) else tensor
 
 
 @contextmanager
@@ -120,15 +124,25 @@ def _put(module: nn.Module, empty: nn.Parameter, value: Tensor) -> None:
     """Puts a parameter with memory in the places of one without."""
     filled = nn.Parameter(value, empty.requires_grad)
     vars(filled).update(vars(empty))
+    swap(module, empty, filled)
+
+
+def swap(module: nn.Module, one: nn.Parameter, other: nn.Parameter) -> None:
+    """Puts a parameter in all places of another one."""
     for part in module.modules():
-        for name in [name for name, each in internals.parameters(part).items() if each is empty]:
+        for name in [name for name, each in internals.parameters(part).items() if each is one]:
             # Recurrent layers of torch renew the list that they hold.
-            setattr(part, name, filled)
+            setattr(part, name, other)
 
 
 def parts_of(module: nn.Module) -> Parts | None:
     """Returns the parameters of a model that have no memory; None for one that was built whole."""
     return _known.get(module)
+
+
+def keep_parts(module: nn.Module, parts: Parts) -> None:
+    """Says of what a model is made now, as when it has slices of its parameters."""
+    _known[module] = parts
 
 
 @dataclass

@@ -7,9 +7,11 @@ that overwrites it as a whole, and by what these read. Only they are done again.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from headrace.errors import JobError
 from headrace.machine.allocator import give_back
 from headrace.modules import memory_of
-from headrace.trees import map_leaves, tensors_of
+from headrace.trees import as_bytes, map_leaves, tensors_of
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,19 @@ class Tape:
             self._writers.setdefault(storage, []).append(len(self.entries))
         self.entries.append(entry)
 
-    def value(self, view: Region) -> Tensor:
-        """Returns what a tensor has now, in host memory; nothing else keeps that memory."""
+    @property
+    def digest(self) -> int:
+        """A number of 48 bits that differs where other operations, numbers or random states were recorded."""
+        found = hashlib.sha256()
+        for entry in self.entries:
+            map_leaves(partial(_hash, found), (str(entry.func), entry.state, entry.args, dict(entry.kwargs)))
+        return int.from_bytes(found.digest()[:6])
+
+    def value(self, view: Region, into: torch.UntypedStorage | None = None) -> Tensor:
+        """Returns what a tensor has now, in host memory; nothing else keeps that memory.
+
+        It is in the storage `into`, if there is one, where no operation makes the tensor's own.
+        """
         # Small tensors that stay lie between large ones that are gone, whose memory would not be used again.
         give_back()
         order = sorted(self._needed(view.storage, len(self.entries)))
@@ -121,6 +134,8 @@ class Tape:
                 last[storage] = index
         last[view.storage] = len(self.entries)
         storages: dict[int, torch.UntypedStorage] = {}
+        if into is not None and not any(view.storage in self.entries[index].fresh for index in order):
+            storages[view.storage] = into
         with torch.no_grad():
             for index in order:
                 self._do(self.entries[index], storages)
@@ -175,3 +190,13 @@ class Tape:
                     "the model cannot be made in parts; leave out deferred=True"
                 )
             storages[view.storage] = whole
+
+
+def _hash(found: Any, _: str, leaf: Any) -> None:
+    """Adds what an operation was given; what says by its address alone which object it is, is left out."""
+    if isinstance(leaf, Tensor):
+        found.update(as_bytes(leaf.contiguous()).numpy().tobytes())
+    elif isinstance(leaf, Region):
+        found.update(repr((leaf.dtype, leaf.size)).encode())
+    elif isinstance(leaf, str | bool | int | float | complex):
+        found.update(repr(leaf).encode())

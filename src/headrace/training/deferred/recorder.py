@@ -128,7 +128,7 @@ class Deferring(internals.TorchDispatchMode):
         return result
 
     def _deferred(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        written = _written(func, args, kwargs)
+        written = written_to(func, args, kwargs)
         name = internals.schema(func).name.removeprefix("aten::")
         for each in tensors_of((args, kwargs)):
             if each.layout is not torch.strided or each.is_conj() or each.is_neg() or each.is_quantized:
@@ -214,7 +214,7 @@ class Deferring(internals.TorchDispatchMode):
         if func.is_view or internals.schema(func).name == "aten::_to_copy":
             # Of what has memory it might be the same memory.
             raise self.fail(f"{func} of a large tensor")
-        plain = not _written(func, args, kwargs) and torch.Tag.nondeterministic_seeded not in func.tags
+        plain = not written_to(func, args, kwargs) and torch.Tag.nondeterministic_seeded not in func.tags
         if plain and self._known is not None and internals.schema(func).returns[0].type.kind() != "TensorType":
             return self._next("number")
         result = func(
@@ -274,7 +274,7 @@ _ANSWERS: dict[Any, Any] = {
 }
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+def written_to(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """Returns the arguments that an operation writes to."""
     arguments = internals.schema(func).arguments
     given = [
