@@ -116,6 +116,13 @@ def awaited(layer: nn.Linear) -> nn.Module:
     return layer
 
 
+def sliced(layer: nn.Linear) -> nn.Module:
+    """As a rank of tensor parallelism has it: it sums over ranks in its forward."""
+    whole = layer.forward
+    layer.forward = lambda value: 2 * whole(value)  # type: ignore[method-assign]
+    return layer
+
+
 class Own(nn.Linear):
     """A subclass, whose forward may be any."""
 
@@ -131,8 +138,9 @@ class Own(nn.Linear):
         awaited(nn.Linear(WIDTH, WIDTH)),
         parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
         nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+        sliced(nn.Linear(WIDTH, WIDTH)),
     ],
-    ids=["small", "identity", "subclass", "hooked", "heard", "awaited", "parametrized", "frozen"],
+    ids=["small", "identity", "subclass", "hooked", "heard", "awaited", "parametrized", "frozen", "sliced"],
 )
 def test_what_is_more_than_a_large_linear_layer_is_called_as_it_is(layer: nn.Module) -> None:
     value = torch.randn(3, 8 if getattr(layer, "in_features", WIDTH) == 8 else WIDTH, requires_grad=True)

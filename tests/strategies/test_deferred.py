@@ -124,6 +124,7 @@ STRATEGIES: dict[str, tuple[hr.Strategy, type[nn.Module]]] = {
     "mirrored experts": (hr.Hybrid(hr.Mirrored(2), hr.ExpertParallel(2, deferred=True)), Mixture),
     "sharded stages": (hr.Hybrid(hr.FullySharded(2, deferred=True), hr.Pipeline(2)), Block),
     "sharded slices": (hr.Hybrid(hr.FullySharded(2, deferred=True), hr.TensorParallel(2)), Block),
+    "sliced stages": (hr.Hybrid(hr.Pipeline(2), hr.TensorParallel(2, deferred=True)), Block),
     "averaged pipelines": (hr.Hybrid(hr.ParameterAveraging(2, period=1), hr.Pipeline(2, deferred=True)), Block),
 }
 

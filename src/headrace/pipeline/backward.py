@@ -170,7 +170,10 @@ class WeightGradients:
 
     def _is_plain(self, layer: nn.Module, value: Any) -> bool:
         weight: Any = layer.weight
-        if type(weight) is not nn.Parameter or type(value) is not Tensor or not value.is_floating_point():
+        # A slice of a layer has a forward of its own.
+        if "forward" in vars(layer) or type(weight) is not nn.Parameter or type(value) is not Tensor:
+            return False
+        if not value.is_floating_point():
             return False
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return False
