@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from headrace import data, metrics, tasks
     from headrace.api.adapters.lightning import from_lightning
+    from headrace.api.adapters.optimizer import optimizer_like
     from headrace.api.adapters.trainer import from_trainer
     from headrace.api.comparison import Comparison, compare
     from headrace.api.fit import fit, launch
@@ -147,6 +148,7 @@ __all__ = [
     "limit_rows",
     "linear_cross_entropy",
     "metrics",
+    "optimizer_like",
     "processes",
     "profile",
     "recommend",
@@ -164,6 +166,7 @@ __all__ = [
 # Where each name is imported from when it is first used: `import headrace` alone does not import torch.
 _MODULES = {
     "api.adapters.lightning": ("from_lightning",),
+    "api.adapters.optimizer": ("optimizer_like",),
     "api.adapters.trainer": ("from_trainer",),
     "api.comparison": ("Comparison", "compare"),
     "api.fit": ("fit", "launch"),

@@ -17,6 +17,7 @@ from headrace.cli.commands.bench import bench
 from headrace.cli.commands.data import data
 from headrace.cli.commands.doctor import doctor
 from headrace.cli.commands.extending.new import new
+from headrace.cli.commands.launch import OPTIONS as LAUNCH_OPTIONS
 from headrace.cli.commands.launch import launch, separated
 from headrace.cli.commands.launch_files import launch_files
 from headrace.cli.commands.profile import calibrate, plan, profile
@@ -30,6 +31,8 @@ from headrace.cli.commands.saved.predict import predict
 from headrace.cli.commands.saved.serve import serve
 from headrace.cli.commands.simulate import rehearse, simulate
 from headrace.cli.commands.train import compare, train
+from headrace.cli.commands.verification.adopt import OPTIONS as ADOPT_OPTIONS
+from headrace.cli.commands.verification.adopt import adopt
 from headrace.cli.commands.verification.verify import verify
 from headrace.cli.commands.watch import watch
 from headrace.cli.commands.workers import workers
@@ -61,6 +64,7 @@ _EXAMPLES = """
   headrace predict runs/a photo.png
   headrace serve model
   headrace launch script.py --workers 2
+  headrace adopt script.py
   headrace launch-files slurm job.py --workers 8 --hosts 2
   headrace workers add 2 runs/a
   headrace new strategy slow_mo
@@ -85,6 +89,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "predict": predict,
     "serve": serve,
     "launch": launch,
+    "adopt": adopt,
     "launch-files": launch_files,
     "workers": workers,
     "profile": profile,
@@ -98,6 +103,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 _SETTINGS: dict[str, dict[str, Any]] = {
     # Options that headrace does not know belong to the script.
     "launch": {"ignore_unknown_options": True},
+    "adopt": {"ignore_unknown_options": True},
 }
 
 # The root of its usage errors, for which typer has no public name.
@@ -141,7 +147,7 @@ for _name, _command in COMMANDS.items():
 def run(arguments: Sequence[str]) -> int:
     """Runs a command line and returns its exit code."""
     try:
-        words = ["launch", *_of_launch(arguments[1:])] if arguments[:1] == ["launch"] else list(arguments)
+        words = _with_script(arguments)
         code = typer.main.get_command(app).main(words, prog_name="headrace", standalone_mode=False)
     except Terminated:
         # Between commands' bodies, which take it with a message.
@@ -163,9 +169,12 @@ def run(arguments: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _of_launch(arguments: Sequence[str]) -> list[str]:
+def _with_script(arguments: Sequence[str]) -> list[str]:
+    options = {"launch": LAUNCH_OPTIONS, "adopt": ADOPT_OPTIONS}
+    if not arguments or arguments[0] not in options:
+        return list(arguments)
     try:
-        return separated(arguments)
+        return [arguments[0], *separated(arguments[1:], arguments[0], options[arguments[0]])]
     except ValueError as error:
         raise _TyperError(str(error)) from error
 

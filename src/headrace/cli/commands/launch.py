@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -209,24 +209,24 @@ def _training(script: Path, arguments: tuple[str, ...], cluster: Path | None) ->
     return (*COMMAND_LINE, "train", str(script), *arguments, *where, *known)
 
 
-def separated(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments of `launch` with -- before a script that has options of launch's names.
+def separated(arguments: Sequence[str], name: str = "launch", options: Collection[str] = OPTIONS) -> list[str]:
+    """Returns the arguments of a command with -- before a script that has options of the command's names.
 
-    What stands behind such a script is the script's, if launch's own stand before it; a ValueError if none does.
+    What stands behind such a script is the script's, if the command's own stand before it; a ValueError if none does.
     """
     words = list(arguments)
     place = next((index for index, word in enumerate(words) if word.endswith(".py") and _literals(word)), None)
     if place is None or "--" in words:
         return words
     behind = [word.split("=")[0] for word in words[place + 1 :]]
-    both = [word for word in behind if word in OPTIONS and word in _literals(words[place])]
+    both = [word for word in behind if word in options and word in _literals(words[place])]
     if not both:
         return words
-    if any(word.split("=")[0] in OPTIONS for word in words[:place]):
+    if any(word.split("=")[0] in options for word in words[:place]):
         return [*words[:place], "--", *words[place:]]
-    example = ["headrace", "launch", "--workers", "2", *words[place:]]
+    example = ["headrace", name, "--workers", "2", *words[place:]]
     raise ValueError(
-        f"{words[place]} has an option {both[0]} of its own, as headrace launch has: write launch's before the script, "
+        f"{words[place]} has an option {both[0]} of its own, as headrace {name} has: write {name}'s before the script, "
         f"and what stands behind it is the script's, as in {shlex.join(example)}"
     )
 

@@ -91,7 +91,7 @@ def verify(
         given = answer.given("--strategy", "--servers", "--double", "--examples", "--set", "--run-dir")
         refuse_idle(given, "for a job, and this file is a script, which has its own; leave it out")
         with stdout_for_results(keep_clean=True):
-            verification = _of_script(path, arguments or (), workers, rounds)
+            verification = of_script(path, arguments or (), workers, rounds)
     from headrace.api.verification.page import write_page
     from headrace.api.verification.verification import plain_values, table
 
@@ -103,7 +103,7 @@ def verify(
         raise typer.Exit(ExitCode.RUN_FAILED)
 
 
-def _of_script(script: Path, arguments: Sequence[str], workers: int | None, rounds: int) -> Verification:
+def of_script(script: Path, arguments: Sequence[str], workers: int | None, rounds: int) -> Verification:
     """Runs a script alone and, if it calls `setup`, launched, until each has made so many steps."""
     # Lazily: they import torch.
     from headrace.api.verification import script_alone
