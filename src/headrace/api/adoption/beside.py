@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from headrace.api.adoption.loop import Loop, Scope, Unfit
+from headrace.api.adoption.loop import BatchLoop, LoopScope, Unfit
 from headrace.api.adoption.syntax import FUNCTION, called, inner_statements, sets, text_of
 
 _HARMLESS = {
@@ -55,7 +55,9 @@ class _Known:
         return any(chain == name or chain.startswith(f"{name}.") for name in self.names)
 
 
-def beside(loop: Loop, kept: Sequence[ast.stmt], made: set[str], arguments: Mapping[str, object]) -> list[ast.stmt]:
+def beside(
+    loop: BatchLoop, kept: Sequence[ast.stmt], made: set[str], arguments: Mapping[str, object]
+) -> list[ast.stmt]:
     """Returns the statements of the loops, and those behind them, that a job leaves out.
 
     Args:
@@ -97,14 +99,14 @@ def beside(loop: Loop, kept: Sequence[ast.stmt], made: set[str], arguments: Mapp
     return sorted([*left, *after], key=lambda each: each.lineno)
 
 
-def _require_modes(loop: Loop) -> None:
+def _require_modes(loop: BatchLoop) -> None:
     """Refuses a loop that goes on in eval mode after its first evaluation, where a job is in train mode."""
     calls = {called(each) for each in ast.walk(loop.scopes[0].node) if isinstance(each, ast.Call)}
     if "eval" in calls and "train" not in calls:
         raise Unfit("eval() is called and train() is not, so the model trains in eval mode, and a job's in train mode")
 
 
-def _living(statement: ast.stmt, scope: Scope, arguments: Mapping[str, object]) -> list[ast.stmt]:
+def _living(statement: ast.stmt, scope: LoopScope, arguments: Mapping[str, object]) -> list[ast.stmt]:
     """Returns what of a statement runs, where the script's arguments decide it."""
     if not isinstance(statement, ast.If):
         return [statement]

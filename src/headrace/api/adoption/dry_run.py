@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sized
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -55,7 +55,8 @@ class DryRun:
     def watch(self) -> None:
         """Has torch tell of loaders, backward passes, steps, and the parser of arguments of what it returns."""
         iterate: Any = DataLoader.__iter__
-        backward, parse = torch.Tensor.backward, argparse.ArgumentParser.parse_args
+        backward: Any = torch.Tensor.backward
+        parse = argparse.ArgumentParser.parse_args
         dry = self
 
         def batches(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -115,17 +116,17 @@ class DryRun:
         """Writes examples of the loader's data; returns what of it a job cannot have."""
         if loader is None or isinstance(loader.dataset, IterableDataset):
             return ""
-        sampler, kinds = loader.sampler, (RandomSampler, SequentialSampler)
+        sampler, kinds, data = loader.sampler, (RandomSampler, SequentialSampler), cast("Sized", loader.dataset)
         if type(loader.batch_sampler) is not BatchSampler or type(sampler) not in kinds:
             return f"the loader has a {type(sampler).__name__} of its own, and a job shuffles or goes in order"
-        if isinstance(sampler, RandomSampler) and (sampler.replacement or len(sampler) != len(loader.dataset)):
+        if isinstance(sampler, RandomSampler) and (sampler.replacement or len(sampler) != len(data)):
             return "the loader draws some examples again, and a job takes each once in an epoch"
         others = {
             name: value for _, _, values in self._stack for name, value in values.items() if self._is_alike(value)
         }
         try:
             for name, each in {"train": loader, **others}.items():
-                write_examples(self._folder, name, each.dataset, len(each.dataset))  # type: ignore[arg-type]
+                write_examples(self._folder, name, each.dataset, len(cast("Sized", each.dataset)))
         except TypeError as error:
             return f"an example holds {error}, and a job's are made of tensors, numbers and texts"
         return ""

@@ -81,7 +81,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Step:
+class SeenStep:
     """One step: the batch that it took, its loss, and the model's parameters and buffers after it."""
 
     batch: Any
@@ -147,12 +147,12 @@ def begin_anew(number: int) -> None:
     np.random.seed(SEED + number)
 
 
-def read_steps(folder: Path, count: int) -> list[Step]:
+def read_steps(folder: Path, count: int) -> list[SeenStep]:
     """Returns the steps."""
     steps = []
     for number in range(count):
         batch, loss = _read_batch(folder, str(number))
-        steps.append(Step(batch, loss, read_state(folder, number + 1)))
+        steps.append(SeenStep(batch, loss, read_state(folder, number + 1)))
     return steps
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from headrace.api.adoption.beside import beside, objects
 from headrace.api.adoption.devices import without_devices
 from headrace.api.adoption.facts import Facts
-from headrace.api.adoption.loop import Loop, Scope, Unfit, find_loop
-from headrace.api.adoption.step import Step, read_step
+from headrace.api.adoption.loop import BatchLoop, LoopScope, Unfit, find_loop
+from headrace.api.adoption.step import JobStep, read_step
 from headrace.api.adoption.syntax import DEFINITION, FUNCTION, called, free, needed, original, reads, sets, text_of
 
 _WIDTH = 110
@@ -69,7 +69,7 @@ def _require_one(facts: Facts) -> None:
 class _Writing:
     """Collects what a job file consists of."""
 
-    def __init__(self, loop: Loop, step: Step, facts: Facts, lines: Sequence[str], moved: set[int]) -> None:
+    def __init__(self, loop: BatchLoop, step: JobStep, facts: Facts, lines: Sequence[str], moved: set[int]) -> None:
         self.loop, self.step, self.facts, self.lines, self.moved = loop, step, facts, lines, moved
         self.carried: list[ast.stmt] = []
         self.aliases: list[ast.stmt] = []
@@ -152,10 +152,10 @@ class _Writing:
                 return names["schedule"], when
         raise Unfit(f"the schedule {names['schedule']} does not advance in every round or every epoch")
 
-    def _keep(self, wanted: set[str], schedule: str) -> list[tuple[Scope, ast.stmt]]:
+    def _keep(self, wanted: set[str], schedule: str) -> list[tuple[LoopScope, ast.stmt]]:
         """Returns the statements before the loop that make what is wanted, from the script's down to the loop's."""
-        kept: list[tuple[Scope, ast.stmt]] = []
-        bound: dict[str, Scope] = {}
+        kept: list[tuple[LoopScope, ast.stmt]] = []
+        bound: dict[str, LoopScope] = {}
         globally: set[str] = set()
         scopes = self.loop.scopes
         for place in range(len(scopes) - 1, -1, -1):
@@ -202,7 +202,7 @@ class _Writing:
             wanted = outer
         return kept
 
-    def _given(self, scope: Scope, outer: Scope, name: str) -> ast.expr | None:
+    def _given(self, scope: LoopScope, outer: LoopScope, name: str) -> ast.expr | None:
         """Returns what a function's parameter is given, where the function above calls it."""
         node = scope.node
         if not isinstance(node, ast.FunctionDef):

@@ -8,17 +8,16 @@ from dataclasses import dataclass, field
 
 from headrace.api.adoption.facts import Facts, Frame
 from headrace.api.adoption.syntax import called, free, inner_statements, reads, sets, text_of
-from headrace.errors import UsageError
 
 _WRAPPERS = ("tqdm", "trange", "enumerate", "track")
 
 
-class Unfit(UsageError):
-    """A script is no job; the message says why."""
+class Unfit(Exception):
+    """A script has not this form; the message says why. It is for those who then write another form."""
 
 
 @dataclass
-class Scope:
+class LoopScope:
     """A function on the way to the loop, and what of it comes before.
 
     Attributes:
@@ -45,7 +44,7 @@ class Scope:
 
 
 @dataclass
-class Loop:
+class BatchLoop:
     """The loop whose rounds are steps.
 
     Attributes:
@@ -59,7 +58,7 @@ class Loop:
         after: the statements behind it.
     """
 
-    scopes: list[Scope]
+    scopes: list[LoopScope]
     node: ast.For
     batch: ast.expr
     number: str
@@ -74,7 +73,7 @@ class Loop:
         return self.scopes[-1].frame.names
 
 
-def find_scopes(tree: ast.Module, facts: Facts) -> list[Scope]:
+def find_scopes(tree: ast.Module, facts: Facts) -> list[LoopScope]:
     """Returns the functions from the script to the loop.
 
     Raises:
@@ -85,14 +84,14 @@ def find_scopes(tree: ast.Module, facts: Facts) -> list[Scope]:
         node = _node_of(tree, frame)
         if node is None:
             raise Unfit(f"line {frame.line}: the loop is reached by {frame.function}, which is not a plain function")
-        scope = Scope(frame, node)
+        scope = LoopScope(frame, node)
         last = place == len(facts.frames) - 1
         _descend(scope, node.body, facts.loop_line if last else frame.line, last)
         scopes.append(scope)
     return scopes
 
 
-def find_loop(tree: ast.Module, facts: Facts) -> Loop:
+def find_loop(tree: ast.Module, facts: Facts) -> BatchLoop:
     """Returns the loop over batches.
 
     Raises:
@@ -133,7 +132,7 @@ def find_loop(tree: ast.Module, facts: Facts) -> Loop:
     assert isinstance(call.value, ast.Call)
     if call.value.args or call.value.keywords or not isinstance(call.value.func, ast.Attribute):
         raise Unfit(f"line {call.lineno}: {text_of(call)}: a job differentiates its loss alone")
-    return Loop(
+    return BatchLoop(
         scopes=scopes,
         node=node,
         batch=batch,
@@ -156,7 +155,7 @@ def _node_of(tree: ast.Module, frame: Frame) -> ast.Module | ast.FunctionDef | N
     return None
 
 
-def _descend(scope: Scope, body: Sequence[ast.stmt], line: int, last: bool) -> None:
+def _descend(scope: LoopScope, body: Sequence[ast.stmt], line: int, last: bool) -> None:
     """Follows the way to a line, and notes what stands beside it."""
     for place, statement in enumerate(body):
         if not statement.lineno <= line <= (statement.end_lineno or 0):
@@ -189,7 +188,7 @@ def _target(node: ast.For) -> tuple[ast.expr, str]:
     return target, number
 
 
-def carried(loop: Loop, kept: Sequence[ast.stmt]) -> str:
+def carried(loop: BatchLoop, kept: Sequence[ast.stmt]) -> str:
     """Returns a name that a round takes from the round before; empty where there is none."""
     later = set[str]().union(*(sets(each) for each in (*loop.body, *loop.after)))
     known = sets(loop.batch)

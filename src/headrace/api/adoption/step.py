@@ -10,14 +10,14 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.api.adoption.loop import Loop, Unfit, carried
+from headrace.api.adoption.loop import BatchLoop, Unfit, carried
 from headrace.api.adoption.syntax import called, free, needed, reads, replaced, sets, text_of
 
 BATCH = "batch"
 
 
 @dataclass(frozen=True)
-class Step:
+class JobStep:
     """The functions of a job's step.
 
     Attributes:
@@ -37,7 +37,7 @@ class Step:
     needs: set[str]
 
 
-def read_step(loop: Loop) -> Step:
+def read_step(loop: BatchLoop) -> JobStep:
     """Returns the step of a loop.
 
     Raises:
@@ -75,7 +75,7 @@ def read_step(loop: Loop) -> Step:
     needs -= set[str]().union(*(sets(each) for each in kept))
     if "whole" in fields.values():
         text = [f"def whole({BATCH}):\n    return {BATCH}", *text]
-    return Step(text, fields, whole.format(model=model), kept, idle, needs)
+    return JobStep(text, fields, whole.format(model=model), kept, idle, needs)
 
 
 def _names(node: ast.AST) -> bool:
@@ -93,7 +93,7 @@ def _is_same(statement: ast.stmt) -> bool:
     )
 
 
-def _taken(loop: Loop, kept: Sequence[ast.stmt], call: ast.Call) -> tuple[list[str], dict[str, str], str] | None:
+def _taken(loop: BatchLoop, kept: Sequence[ast.stmt], call: ast.Call) -> tuple[list[str], dict[str, str], str] | None:
     """Returns functions for a model that is called once, and the fields that they fill; None where they do not do."""
     places = [place for place, each in enumerate(kept) if any(one is call for one in ast.walk(each))]
     if any(isinstance(kept[place], ast.With | ast.For | ast.If | ast.While | ast.FunctionDef) for place in places):
@@ -142,7 +142,7 @@ def _taken(loop: Loop, kept: Sequence[ast.stmt], call: ast.Call) -> tuple[list[s
     return [*text, _function(head, lines)], {**fields, "loss": "loss"}, "{model}"
 
 
-def _given(loop: Loop, first: Sequence[ast.stmt], call: ast.Call) -> tuple[list[str], dict[str, str]] | None:
+def _given(loop: BatchLoop, first: Sequence[ast.stmt], call: ast.Call) -> tuple[list[str], dict[str, str]] | None:
     """Returns how the model's input is taken from a batch."""
     batch = loop.batch
     arguments = [*call.args, *(each.value for each in call.keywords)]
@@ -173,7 +173,7 @@ def _store(batch: ast.expr, place: int) -> str:
     return text_of(batch.elts[place])
 
 
-def _unpacked(loop: Loop, statements: Sequence[ast.AST], others: Sequence[ast.AST]) -> list[str]:
+def _unpacked(loop: BatchLoop, statements: Sequence[ast.AST], others: Sequence[ast.AST]) -> list[str]:
     """Returns the line that binds what the loop's header does, where it is used."""
     used = reads([*statements, *others]) & sets(loop.batch)
     target = copy.deepcopy(loop.batch)
@@ -190,7 +190,7 @@ def _function(head: str, lines: Sequence[str]) -> str:
     return "\n".join([head, *(f"    {line}" for each in lines for line in each.splitlines())])
 
 
-def _module_text(loop: Loop, kept: Sequence[ast.stmt]) -> str:
+def _module_text(loop: BatchLoop, kept: Sequence[ast.stmt]) -> str:
     """Returns a module whose forward takes a batch and returns the loss."""
     model = loop.names["model"]
     lines = [f"{model} = self.model"] if model.isidentifier() else []

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 
 from headrace.api.adoption.facts import Facts
-from headrace.api.adoption.loop import Scope, Unfit, find_scopes
+from headrace.api.adoption.loop import LoopScope, Unfit, find_scopes
 from headrace.api.adoption.syntax import called, root, sets, text_of
 
 IMPORT = "import headrace as hr"
@@ -43,7 +43,7 @@ def write_setup(source: str, facts: Facts, summed: bool = False) -> str:
     return "\n".join([*made, *added.get(len(lines), ())]) + "\n"
 
 
-def _place(scopes: Sequence[Scope], facts: Facts) -> tuple[Scope, ast.stmt]:
+def _place(scopes: Sequence[LoopScope], facts: Facts) -> tuple[LoopScope, ast.stmt]:
     """Returns the outermost function that knows all that is trained, and the statement before which it is set up."""
     wanted = {
         f"{role}{f' {number}' * bool(number)}" for number in range(facts.optimizers) for role in ("model", "optimizer")
@@ -81,7 +81,7 @@ def _after_imports(tree: ast.Module) -> int:
 
 
 def _saved(lines: Sequence[str], statement: ast.Expr) -> str:
-    """Returns the line of a statement that saves a file, done by the first process; empty where it is something else."""
+    """Returns the line of a statement that saves a file, for the first process; empty where it is another."""
     call = statement.value
     if not isinstance(call, ast.Call) or called(call) not in ("save", "save_pretrained"):
         return ""

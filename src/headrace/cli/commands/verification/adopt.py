@@ -178,19 +178,24 @@ def _as_job(script: Path, path: Path, facts: Facts, folder: Path, workers: int) 
             raise Unfit(f"{workers} workers would train something else: {found.cause}")
     except BaseException as error:
         path.unlink()
-        if isinstance(error, HeadraceError) and not isinstance(error, Unfit):
+        if isinstance(error, HeadraceError):
             raise Unfit(str(error)) from error
         raise
     return made.left_out
 
 
 def _with_setup(script: Path, path: Path, facts: Facts, arguments: Sequence[str], workers: int) -> None:
+    from headrace.api.adoption.loop import Unfit
     from headrace.api.adoption.two_lines import write_setup
 
     source = script.read_text(encoding="utf-8")
     for summed in (False, True):
+        try:
+            text = write_setup(source, facts, summed)
+        except Unfit as error:
+            raise JobError(f"{script} is no job, and has no place for hr.setup: {error}") from error
         with writing("the script", path, "--output"):
-            path.write_text(write_setup(source, facts, summed), encoding="utf-8")
+            path.write_text(text, encoding="utf-8")
         say(f"with hr.setup{', the loss taken for a sum' * summed}: {workers} processes")
         failure = ""
         try:
