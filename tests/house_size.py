@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 125_086
+LINES = 127_286
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_021
@@ -14,13 +14,13 @@ CLOSURES = {
     "data": 890,
     "data.loading.loader": 6_540,
     "strategies.one_device": 10_060,
-    "strategies.mirrored": 11_240,
+    "strategies.mirrored": 11_250,
     "strategies.central_storage": 13_310,
     "worker.main": 20_520,
     "engine.local.process": 22_180,
     "parameter_server.core.shard": 1_250,
-    "serving.application": 3_880,
-    "api.fit": 33_610,
+    "serving.application": 3_890,
+    "api.fit": 33_620,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 
