@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.api.memory.planning import plan_memory
-from headrace.spec.events import WorkerEnded
+from headrace.spec.events import ServerEnded, WorkerEnded
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from transformer_block import Block
@@ -59,7 +59,7 @@ def next_byte(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def text(optimizer: object = torch.optim.AdamW, batch: int = BATCH, **options: object) -> hr.Job:
+def text(optimizer: object = torch.optim.AdamW, batch: int = BATCH, steps: int = 2, **options: object) -> hr.Job:
     data = torch.randint(0, BYTES, (4 * batch, TOKENS), generator=torch.Generator().manual_seed(0))
     made = functools.partial(optimizer, lr=1e-4)  # type: ignore[arg-type]
     return hr.Job(
@@ -68,7 +68,7 @@ def text(optimizer: object = torch.optim.AdamW, batch: int = BATCH, **options: o
         optimizer=made,
         data=(data, data),
         global_batch_size=batch,
-        steps=2,
+        steps=steps,
         options=hr.Options(**options),  # type: ignore[arg-type]
     )
 
@@ -107,15 +107,41 @@ CONFIGURATIONS = {
     "pipeline, 2, 1f1b, 3 x the batch": (text(batch=12), hr.Pipeline(2, 4, "1f1b")),
     "pipeline, 2, 12 x the batch": (text(batch=48), hr.Pipeline(2, 4)),
     "pipeline, 2, recompute": (text(batch=12), hr.Pipeline(2, 4, recompute="always")),
+    "parameter_server, 2 + 1": (text(steps=4), hr.ParameterServer(2, 1)),
+    "parameter_server, 2 + 2": (text(steps=4), hr.ParameterServer(2, 2)),
+    "parameter_server, 2 + 1, in rounds": (text(steps=4), hr.ParameterServer(2, 1, staleness_bound=0)),
+    "parameter_server, 2 + 1, bf16": (text(steps=4), hr.ParameterServer(2, 1, push_codec="bf16", pull_codec="bf16")),
+    "downpour, 2 + 1": (text(steps=4), hr.Downpour(2, 1, push_every=2, fetch_every=2)),
+    "downpour, 2 + 2, every step": (text(steps=4), hr.Downpour(2, 2, push_every=1, fetch_every=1)),
+    "downpour, 2 + 1, waits": (text(steps=4), hr.Downpour(2, 1, push_every=2, fetch_every=2, overlap=False)),
+    "downpour, 2 + 1, own optimizer": (
+        text(steps=4),
+        hr.Downpour(2, 1, push_every=1, fetch_every=1, local="optimizer"),
+    ),
     "mirrored, 2 x tensor_parallel, 2": (text(), hr.Hybrid(hr.Mirrored(2), hr.TensorParallel(2))),
     "mirrored, 2 x fully_sharded, 2": (text(), hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2))),
 }
 
 
-def held(job: hr.Job, strategy: hr.Strategy) -> int:
-    """Returns the most that a worker process held (VmHWM), until it ended."""
+def held(job: hr.Job, strategy: hr.Strategy) -> dict[str, int]:
+    """Returns the most that a process held (VmHWM) until it ended, of workers and of servers."""
     run = hr.fit(job, strategy, device="cpu", checkpoints=False, check=False)
-    return max(each.peak_memory_bytes for each in run.events if isinstance(each, WorkerEnded))
+    found = {
+        name: [each.peak_memory_bytes for each in run.events if isinstance(each, kind)]
+        for name, kind in (("worker", WorkerEnded), ("server", ServerEnded))
+    }
+    return {name: max(peaks) for name, peaks in found.items() if peaks}
+
+
+def planned(job: hr.Job, strategy: hr.Strategy) -> dict[str, int]:
+    """Returns what the fullest is said to hold, of workers and of servers."""
+    plan = plan_memory(job, strategy, choices=False)
+    roles = plan.roles or {"worker": plan.memory}
+    found: dict[str, int] = {}
+    for role, memory in roles.items():
+        name = "server" if role.startswith("server") else "worker"
+        found[name] = max(found.get(name, 0), memory.peak)
+    return found
 
 
 def tiny(job: hr.Job) -> hr.Job:
@@ -127,8 +153,9 @@ def tiny(job: hr.Job) -> hr.Job:
 def rows(chosen: list[str]) -> Iterator[tuple[str, int, int]]:
     for name, (job, strategy) in CONFIGURATIONS.items():
         if not chosen or name in chosen:
-            planned, least = (plan_memory(each, strategy, choices=False).peak for each in (job, tiny(job)))
-            yield name, planned, held(job, strategy) - held(tiny(job), strategy) + least
+            said, least, there, little = (find(each, strategy) for find in (planned, held) for each in (job, tiny(job)))
+            for kind, bytes_ in said.items():
+                yield f"{name}: {kind}" if len(said) > 1 else name, bytes_, there[kind] - little[kind] + least[kind]
 
 
 if __name__ == "__main__":
@@ -137,7 +164,7 @@ if __name__ == "__main__":
         raise SystemExit(f"no configuration {unknown[0]!r}; there are {', '.join(map(repr, CONFIGURATIONS))}")
     ratios = []
     print("| configuration | planned, MB | held, MB | planned / held |\n|---|--:|--:|--:|", flush=True)
-    for name, planned, there in rows(sys.argv[1:]):
-        ratios.append(planned / there)
-        print(f"| {name} | {planned / 1e6:.1f} | {there / 1e6:.1f} | {ratios[-1]:.3f} |", flush=True)
+    for name, said, there in rows(sys.argv[1:]):
+        ratios.append(said / there)
+        print(f"| {name} | {said / 1e6:.1f} | {there / 1e6:.1f} | {ratios[-1]:.3f} |", flush=True)
     print(f"\nmedian {median(abs(each - 1) for each in ratios):.1%} apart; lowest {min(ratios):.3f} of what was held")

@@ -156,3 +156,24 @@ def of_several() -> nn.Module:
 def test_tensors_that_hold_several_are_refused() -> None:
     with pytest.raises(JobError, match=r"'0.weight' is a Composed of .*, which holds several tensors"):
         hr.fit(job_of(of_several), device="cpu", engine=THREADS)
+
+
+def test_numbers_whose_scales_a_first_forward_takes_are_refused_by_name() -> None:
+    class Int8Params(nn.Parameter):
+        """As bitsandbytes has them."""
+
+    class Base(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = Int8Params(torch.ones(8, 8, dtype=torch.int8), requires_grad=False)
+            self.lora = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.lora(x)
+            return made
+
+    data = torch.ones(8, 8)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    job = hr.Job(model=Base, loss=F.mse_loss, optimizer=sgd, data=(data, data), global_batch_size=4, steps=1)
+    with pytest.raises(JobError, match=r"'weight' is in 8 bits of bitsandbytes on a CPU: its first forward takes"):
+        hr.fit(job, "one_device", device="cpu")

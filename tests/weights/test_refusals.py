@@ -157,6 +157,10 @@ NAMES: dict[str, tuple[dict[str, Tensor], str]] = {
         {f"model.{name}": each for name, each in stored().items()},
         "rename={'model.': ''})",
     ),
+    "two beginnings": (
+        {f"{'model' if 'layers' in name else 'net.lm'}.{name}": each for name, each in stored().items()},
+        "rename={'model.': '', 'net.lm.': ''})",
+    ),
     "a beginning less": (
         {name.partition(".")[2] or name: each for name, each in stored().items() if name.startswith("layers.")},
         "rename={'': 'layers.'})",

@@ -22,12 +22,16 @@ pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp", reason='needs a client of HTTP: pip install "headrace[remote]"')
 
 
+_PIECE = 1 << 16
+
+
 class Server(BaseHTTPRequestHandler):
     """Serves files, in one of these ways: "ranges", "no ranges", "no size", "refuses", "breaks"."""
 
     protocol_version = "HTTP/1.1"
     way = "ranges"
     folder = Path()
+    sent = 0
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -57,7 +61,9 @@ class Server(BaseHTTPRequestHandler):
         self.end_headers()
         if body:
             breaks = type(self).way == "breaks" and first > 8
-            self.wfile.write(content[: len(content) // 2] if breaks else content)
+            for at in range(0, len(content) // (1 + breaks), _PIECE):
+                self.wfile.write(content[at : min(at + _PIECE, len(content) // (1 + breaks))])
+                type(self).sent += _PIECE
         self.close_connection = True
 
 
@@ -98,7 +104,7 @@ def test_what_a_server_does_not_do_is_said(server: tuple[type[Server], str], tmp
     file = f"{url}/base/model.safetensors"
     assert all(torch.equal(each, values[name]) for name, each in read(file).items())
     for way, said in {
-        "no ranges": "bytes where 8 were asked for, so it knows no ranges",
+        "no ranges": "its server sends the whole file where .* so it knows no ranges",
         "no size": "its server does not tell its size",
         "refuses": "its server: 401, message='Unauthorized'",
         "breaks": "base/model.safetensors cannot be read: .*Not enough data",
@@ -118,6 +124,19 @@ def test_what_a_server_does_not_do_is_said(server: tuple[type[Server], str], tmp
     # Nothing is remembered of what was wrong.
     (tmp_path / "base/model.safetensors").write_bytes(content)
     assert read(file)
+
+
+@pytest.mark.slow
+def test_a_server_without_ranges_does_not_send_a_whole_file_before_that_is_said(
+    server: tuple[type[Server], str], tmp_path: Path
+) -> None:
+    kind, url = server
+    kind.way = "no ranges"
+    write(tmp_path / "base", {"large": torch.zeros(64 << 20, dtype=torch.uint8)})
+    with pytest.raises(DataError, match="knows no ranges"):
+        read(f"{url}/base/model.safetensors")
+    # What the kernel holds of two answers that nobody reads.
+    assert kind.sent < 32 << 20
 
 
 def test_a_server_that_is_not_there_is_said() -> None:

@@ -14,27 +14,37 @@ class _Task:
     """A call, and its end."""
 
     def __init__(self, call: Callable[[], object]) -> None:
-        self.call = call
+        self._call: Callable[[], object] | None = call
         self.ended = threading.Event()
         self.error: BaseException | None = None
 
-    def fail(self, error: BaseException) -> None:
-        """Notes why the call has failed."""
-        self.error = error
+    def run(self) -> None:
+        """Makes the call, and lets go of it, with what it holds."""
+        assert self._call is not None, "a task runs once"
+        try:
+            self._call()
+        except BaseException as error:  # raised again by `wait`
+            self.error = error
+        self._call = None
+        self.ended.set()
 
 
 class BackgroundThread:
     """Runs one task at a time in a daemon thread, which is started at once, and ends by `close` or with this object.
 
     At once, because `Thread.start` blocks for ever if the new thread fails before it runs, which happens when a
-    process reaches its memory limit in the middle of a run.
+    process reaches its memory limit in the middle of a run. With `late` there is no thread: a task runs where it is
+    waited for, as if it took until then.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, late: bool = False) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._task: _Task | None = None
         # The thread refers to the queue alone, so that it does not keep this object alive.
         self._thread = threading.Thread(target=_work, args=(self._tasks,), name=f"headrace-{name}", daemon=True)
+        self._late = late
+        if late:
+            return
         self._thread.start()
         weakref.finalize(self, self._tasks.put, None)
 
@@ -47,7 +57,8 @@ class BackgroundThread:
         """Starts a task when the one before has ended, whose error it raises."""
         self.wait()
         self._task = _Task(call)
-        self._tasks.put(self._task)
+        if not self._late:
+            self._tasks.put(self._task)
 
     def wait(self) -> bool:
         """Blocks until no task runs, and raises its error; returns whether there was a task since the last call.
@@ -73,7 +84,8 @@ class BackgroundThread:
         if task is not None:
             self._await(task)
         self._tasks.put(None)
-        self._thread.join()
+        if not self._late:
+            self._thread.join()
 
     def check(self) -> None:
         """Raises the error of a task that has failed, for a thread that waits for what the task would have done."""
@@ -86,6 +98,8 @@ class BackgroundThread:
         return lambda: None if task is None else self._await(task)
 
     def _await(self, task: _Task) -> None:
+        if self._late and not task.ended.is_set():
+            task.run()
         while not task.ended.wait(_LOOK_EVERY_S):
             if not self._thread.is_alive() and not task.ended.is_set():
                 raise RuntimeError(
@@ -95,9 +109,5 @@ class BackgroundThread:
 
 def _work(tasks: SimpleQueue[_Task | None]) -> None:
     while (task := tasks.get()) is not None:
-        try:
-            task.call()
-        except BaseException as error:  # raised again by `wait`
-            task.fail(error)
-        task.ended.set()
+        task.run()
         del task

@@ -105,7 +105,7 @@ def connect(
         zip(tuple(used), layouts, places, servers.roles, strict=True)
     ):
         pushes = Slots(()) if observes else layout.push_slots
-        open_one = functools.partial(_open_client_transport, layout=layout, pushes=pushes)
+        open_one = functools.partial(servers.open or _open_client_transport, layout=layout, pushes=pushes)
 
         def reopen(index: int = index, open_one: Callable[..., ClientTransport] = open_one) -> ClientTransport:
             servers.suspect(index)

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from headrace.errors import UsageError
-from headrace.machine.background import BackgroundThread
 from headrace.parameter_server.client.data_leases import ServerDataLeases, fixed_span, leases_between
 from headrace.parameter_server.client.downpour import (
     Background,
@@ -206,8 +205,8 @@ class Downpour(ServedStrategy):
             return ServerLinks(main, places, self.fetch_every, replica_group, own_steps=own)
         # A connection belongs to one thread, so each thread has its own.
         fetched = [[torch.empty_like(place) for place in own] for own in places]
-        pushing = Background(BackgroundThread("push"), opens(fetched, check))
-        fetching = Background(BackgroundThread("fetch"), opens(fetched, check, observes=True))
+        pushing = Background(servers.thread("push"), opens(fetched, check))
+        fetching = Background(servers.thread("fetch"), opens(fetched, check, observes=True))
 
         def check_all() -> None:
             check()

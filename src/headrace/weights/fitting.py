@@ -115,16 +115,29 @@ def _require_names(
 
 
 def _renaming(missing: Sequence[str], unknown: Sequence[str], every: bool) -> dict[str, str]:
-    """Returns what to rename where half of the missing names, or more, differ from those there by one beginning.
+    """Returns what to rename where half of the missing names, or more, differ from those there by some beginnings.
 
     `every` tells whether no name there is the model's: only then may all of them get a beginning.
     """
-    counts: Counter[tuple[str, str]] = Counter()
-    for names, others, takes in ((unknown, {*missing}, True), (missing, {*unknown} if every else (), False)):
+    found: dict[str, str] = {}
+    left, others = dict.fromkeys(missing), dict.fromkeys(unknown)
+    while counts := Counter(_beginnings(left, others, every and not found)):
+        (old, new), _ = counts.most_common(1)[0]
+        found[old] = new
+        for name in [name for name in others if name.startswith(old) and new + name[len(old) :] in left]:
+            del others[name], left[new + name[len(old) :]]
+    # Of two beginnings the longer one counts.
+    renamed = {*map(Weights("there", found).renamed, unknown)}
+    return found if 2 * len(renamed.intersection(missing)) >= len(missing) else {}
+
+
+def _beginnings(missing: Collection[str], unknown: Collection[str], adds: bool) -> Iterator[tuple[str, str]]:
+    """Yields for each two names that differ by a beginning what would make the one the other."""
+    for names, others, takes in ((unknown, missing, True), (missing, unknown if adds else (), False)):
         for name in names:
-            begins = (name[: at + 1] for at, letter in enumerate(name) if letter == ".")
-            counts.update((each, "") if takes else ("", each) for each in begins if name[len(each) :] in others)
-    return {old: new for (old, new), count in counts.most_common(1) if 2 * count >= len(missing)}
+            for begin in (name[: at + 1] for at, letter in enumerate(name) if letter == "."):
+                if name[len(begin) :] in others:
+                    yield (begin, "") if takes else ("", begin)
 
 
 def _nearest(names: list[str], known: list[str]) -> str:

@@ -19,7 +19,7 @@ from headrace.api.memory.planning import plan_memory
 from headrace.cli import run
 from headrace.collectives.shared_memory import slot_bytes
 from headrace.errors import JobError, UsageError
-from headrace.prediction.memory.rank import KINDS, RankMemory
+from headrace.prediction.memory.kinds import KINDS, RankMemory
 from headrace.report.format import byte_count
 from headrace.spec.events import WorkerEnded
 from strategies.mixtures import OwnStacked, Routed, read
@@ -99,6 +99,55 @@ def test_copies_that_are_averaged_and_their_mean() -> None:
     assert near(memory.state, 2 * PARAMETERS)
     # A copy for the others, and theirs; this small, the slots of sums are most of it.
     assert near(memory.exchange, 2 * PARAMETERS + 2 * 2 * 384 * 1024)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_workers_and_servers_map_what_the_other_writes(servers: int) -> None:
+    plan = plan_memory(job(), hr.ParameterServer(3, servers), choices=False)
+    assert plan.roles.keys() == {"worker 0", *(f"server {number}" for number in range(servers))}
+    worker, server = plan.roles["worker 0"], plan.roles["server 0"]
+    # Its push slots and the servers' parameters; layers this small write gradients that are copied.
+    assert worker.parameters == PARAMETERS
+    assert worker.state == 0
+    assert near(worker.exchange, 2 * PARAMETERS)
+    assert PARAMETERS <= worker.activations <= 1.5 * PARAMETERS
+    # The slots of three workers.
+    assert near(server.parameters, PARAMETERS // servers)
+    assert near(server.state, 2 * PARAMETERS // servers)
+    assert near(server.exchange, 3 * PARAMETERS // servers)
+    assert plan.peak == max(each.peak for each in plan.roles.values())
+
+
+def test_a_server_that_waits_for_a_round_has_its_mean() -> None:
+    apart, together = (
+        plan_memory(job(), hr.ParameterServer(2, staleness_bound=bound, sharding="whole"), choices=False)
+        for bound in (None, 0)
+    )
+    more = together.roles["server 0"].activations - apart.roles["server 0"].activations
+    assert near(more, WIDTH * WIDTH * 4)
+
+
+def test_encoded_gradients_and_parameters_take_half() -> None:
+    memory = plan_memory(job(), hr.ParameterServer(2, push_codec="bf16", pull_codec="bf16"), choices=False).memory
+    assert near(memory.exchange, PARAMETERS // 2 * 4)
+
+
+def test_a_worker_of_downpour_has_sums_and_what_it_fetches_beside_its_parameters() -> None:
+    strategies = {
+        "waits": hr.Downpour(2, push_every=2, fetch_every=2, overlap=False),
+        "overlaps": hr.Downpour(2, push_every=2, fetch_every=2),
+        "moves": hr.Downpour(2, push_every=1, fetch_every=1, local="optimizer"),
+        "seldom": hr.Downpour(2, push_every=500, fetch_every=100),
+    }
+    found = {name: plan_memory(job(), each, choices=False).roles["worker 0"] for name, each in strategies.items()}
+    assert near(found["waits"].exchange, 2 * PARAMETERS)
+    # A sum, and the gradients that are added to it.
+    assert 2 * PARAMETERS <= found["waits"].activations <= 2.5 * PARAMETERS
+    # Three connections see the server's parameters; another sum is pushed meanwhile, and what is fetched is there.
+    assert near(found["overlaps"].exchange, 4 * PARAMETERS)
+    assert 4 * PARAMETERS <= found["overlaps"].activations <= 4.5 * PARAMETERS
+    assert near(found["moves"].state, 2 * PARAMETERS)
+    assert near(found["seldom"].peak, found["overlaps"].peak)
 
 
 @pytest.mark.slow
@@ -248,7 +297,9 @@ class Looking(nn.Linear):
     ("given", "strategy", "error", "told"),
     [
         (job(), hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2)), UsageError, "a stage of a pipeline waits"),
-        (job(), hr.ParameterServer(2), UsageError, "a worker of parameter_server waits for servers"),
+        (job(), hr.ParameterServer(2, backups=1), UsageError, "backups=1 copies what a server holds"),
+        (job(), hr.Downpour(2, transport="tcp"), UsageError, "transport='tcp' holds what is on its way"),
+        (job(optimizer=torch.optim.LBFGS), hr.Sandblaster(2), UsageError, "the servers of sandblaster"),
         (job(compile=True), "one_device", UsageError, "leave compile out"),
         (job(partial(Looking, WIDTH, WIDTH)), "one_device", JobError, "not known without its values"),
         (job(partial(nn.EmbeddingBag, 9, 4, sparse=True)), "one_device", UsageError, "sparse embeddings"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -23,8 +24,10 @@ from headrace.pipeline.profile import first_batch
 from headrace.policies.behaviour import Stages
 from headrace.policies.roles import bounds
 from headrace.prediction.memory.hollow import HollowMemory
+from headrace.prediction.memory.kinds import RankMemory
 from headrace.prediction.memory.plan import MemoryPlan
-from headrace.prediction.memory.rank import HollowRank, RankMemory
+from headrace.prediction.memory.rank import HollowRank
+from headrace.prediction.memory.served import measure_servers
 from headrace.prediction.memory.stages import Messages, layers_of, messages
 from headrace.spec.compute import LayerSpec
 from headrace.spec.job import Job, Share
@@ -44,6 +47,12 @@ from headrace.training.user_code.untouched import same_generators, untouched
 from headrace.training.whole_model import HALF, cut
 from headrace.worker.session import build_module, objective_of, sample_of
 
+_PUSHES = "push_codec"
+"""An option of strategies whose workers push gradients to servers."""
+
+_DIFFERENT = 3
+"""A first gradient is kept, the second one is added in new memory, and all others there."""
+
 _ALONE = "what its workers hold is not found by running one alone; headrace simulate estimates it"
 
 
@@ -54,7 +63,7 @@ def plan_memory(job: Job, strategy: str | Strategy, choices: bool = True) -> Mem
 
     Args:
         job: its model is made, and trained for three rounds, over tensors without values.
-        strategy: one without servers; of a pipeline each rank is planned.
+        strategy: of a pipeline each rank is planned, and each server.
         choices: whether other options, and `hr.FullySharded`, are tried, too.
 
     Raises:
@@ -137,18 +146,42 @@ def _on_device(strategy: Strategy) -> tuple[Strategy, bool]:
     return strategy, False
 
 
+def _not_served(strategy: Strategy, plan: Plan) -> str:
+    """Says what of a plan with servers is not known; "" where all is."""
+    own = describe_options(strategy)
+    if all(role.computes for role in plan.roles):
+        return ""
+    if _PUSHES not in own:
+        return f"a worker of {strategy.name} waits for servers"
+    if own["backups"]:
+        return f"backups={own['backups']} copies what a server holds while it trains"
+    way = own["transport"]
+    return "" if way == "shared_memory" else f"transport={way!r} holds what is on its way"
+
+
+def _shorter(strategy: Strategy) -> tuple[Strategy, int]:
+    """Returns it with so many rounds between exchanges as differ in memory, and after how many all repeats."""
+    own: dict[str, Any] = dict(describe_options(strategy))
+    every: dict[str, int] = {name: min(_DIFFERENT, own[name]) for name in ("push_every", "fetch_every") if name in own}
+    return (type(strategy)(**(own | every)) if every else strategy), math.lcm(*every.values())
+
+
 class _Planning:
     """What all plans of a job have in common: the model's shapes, and the fullest worker's share of a batch."""
 
     def __init__(self, job: Job, strategy: Strategy) -> None:
         self._cluster = detect(HOST)
         strategy, _ = _on_device(strategy)
+        if strategy.closures:
+            raise UsageError(
+                f"what vectors the servers of {strategy.name} have is known when a line search ends; no plan"
+            )
         given = job.model if isinstance(job.model, nn.Module) else None
         self._lent = [*given.parameters(), *given.buffers()] if given else []
         self._model = self._shapes(join_loss(job, strategy.whole_model), strategy)
         plan = strategy.plan(self._model, self._cluster)
-        if not all(role.computes for role in plan.roles):
-            raise UsageError(f"a worker of {strategy.name} waits for servers: {_ALONE}")
+        if why := _not_served(strategy, plan):
+            raise UsageError(f"{why}: {_ALONE}")
         self.workers = plan.workers
         self.share = _share_of(job, plan.replicas)
 
@@ -156,6 +189,7 @@ class _Planning:
         """Returns what processes hold that differ: each stage, or the first worker, whose share is the largest."""
         refuse(strategy.refusals(), job.options)
         strategy, hosted = _on_device(strategy)
+        strategy, cycle = _shorter(strategy)
         job = join_loss(job, strategy.whole_model)
         plan = strategy.plan(self._model, self._cluster)
         build = partial(build_module, replace(job, model=_in_parts(job) if strategy.in_parts else job.model))
@@ -165,8 +199,10 @@ class _Planning:
 
         def measured(rank: int) -> RankMemory:
             given = job, self._model, strategy, plan, rank, build, share.batch, share.examples, self._lent, sent
-            return HollowRank(*given, hosted).measure()
+            return HollowRank(*given, hosted, cycle).measure()
 
+        if _PUSHES in describe_options(strategy):
+            return {"worker 0": measured(0), **measure_servers(job, self._model, strategy, plan)}
         if not stages:
             return {"worker 0": measured(0)}
         return {f"rank {rank}": measured(rank) for rank in range(plan.workers)}

@@ -15,6 +15,7 @@ from headrace.api.probes.parts.reads import reads_of
 from headrace.api.probes.parts.sample import Sample
 from headrace.batches import call
 from headrace.data.loading.loader import Loader, as_pipeline
+from headrace.devices import HOST
 from headrace.errors import JobError, UsageError
 from headrace.internals import SPARSE_ARGUMENTS, BatchNorm, DropoutNd
 from headrace.modules import frozen_until
@@ -196,13 +197,19 @@ def lazy_tensors(module: nn.Module) -> list[str]:
 
 
 def refuse_composed(module: nn.Module) -> None:
-    """Raises JobError for tensors of torchao, and others that hold several tensors (`__tensor_flatten__`)."""
+    """Raises JobError for tensors that hold several (`__tensor_flatten__`), and 8 bits of bitsandbytes on CPUs."""
     for name, each in (*module.named_parameters(), *module.named_buffers()):
         if getattr(type(each), "__tensor_flatten__", None) is not None:
             raise JobError(
                 f"{name!r} is a {type(each).__name__} of {type(each).__module__.partition('.')[0]}, which holds "
                 "several tensors, and workers and checkpoints carry one a parameter; quantise a frozen base by "
                 "bitsandbytes (load_in_4bit=True), or leave it as it is"
+            )
+        if type(each).__name__ == "Int8Params" and each.dtype == torch.int8 and each.device.type == HOST:
+            raise JobError(
+                f"{name!r} is in 8 bits of bitsandbytes on a CPU: its first forward takes the scales from the "
+                "parameter, and what is tried before a run cannot put them back, so that its numbers would be read "
+                "without scales; load the base in 4 bits (load_in_4bit=True), or as it is"
             )
 
 

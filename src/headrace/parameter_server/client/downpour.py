@@ -309,6 +309,8 @@ class DownpourExchange(LeasedExchange):
         if decision.apply:
             self._local.step(self._round, self.buffer.gradients, step.share if self._weighted else 1.0)
             self._accumulated.add(self.buffer, step.share)
+        # Else they would be there beside those of the next pass.
+        self.buffer.store_nothing()
         return decision
 
     def take(self) -> Push:

@@ -371,6 +371,8 @@ class ParameterServerExchange(ServedExchange):
         pushes = self.rows.pushes(of_rows) if self.rows is not None else ()
         lease, weight, share = step.lease, step.weight, step.share
         reason = self.client.push(gradients, lease, weight, share, known, pull=True, rows=pushes)
+        # Else they would be there beside those of the next pass.
+        self.buffer.store_nothing()
         if self.rows is not None and known and weight and reason in (None, Reason.DUPLICATE):
             self.rows.finish(lease, weight, share, reason is None)
         self._pulled = True

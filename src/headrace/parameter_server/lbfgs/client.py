@@ -63,5 +63,6 @@ class PortionExchange(ServedExchange):
         decision = self._judge(finite)
         known = decision.apply if self.replica_group.checks or not decision.apply else None
         self.client.push(self.buffer.by_shard(), step.lease, step.weight, step.share, known)
+        self.buffer.store_nothing()
         # Where a faster worker has pushed it, all servers have it, too.
         return decision, self.client.first_reason == Reason.DUPLICATE

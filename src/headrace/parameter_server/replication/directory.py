@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import PeersApart
+from headrace.machine.background import BackgroundThread
 from headrace.parameter_server.replication.failover import primary_address, primary_rank
 from headrace.parameter_server.replication.links import LinkProbe
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.plan import Plan, Role
+from headrace.transport.base import ClientTransport
 
 _LOOK_EVERY_S = 0.001
 
@@ -23,6 +25,8 @@ class ServerDirectory:
     Attributes:
         rank, worker: of this process, and its number for the servers.
         ranks: of the servers in the plan.
+        open: opens a connection to an address; None for that of its kind.
+        thread: makes a thread beside this worker's own.
     """
 
     page: ControlPage
@@ -32,6 +36,8 @@ class ServerDirectory:
     timeout_s: float
     worker: int
     ranks: tuple[int, ...]
+    open: Callable[..., ClientTransport] | None = None
+    thread: Callable[[str], BackgroundThread] = BackgroundThread
     _probes: dict[int, LinkProbe] = field(init=False, default_factory=dict)
 
     @property

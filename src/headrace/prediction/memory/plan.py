@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from headrace.prediction.memory.rank import RankMemory
+from headrace.prediction.memory.kinds import RankMemory
 from headrace.report.format import byte_count, plural
 
 _COLUMNS = {

@@ -18,6 +18,8 @@ from headrace.checkpoint.trained_model import in_memory_of_their_own
 from headrace.collectives.base import ProcessGroup
 from headrace.prediction.memory.alone import OneOfGroup
 from headrace.prediction.memory.hollow import HollowMemory
+from headrace.prediction.memory.kinds import KINDS, RankMemory
+from headrace.prediction.memory.served import directory_of
 from headrace.prediction.memory.stages import Messages, OneRanksChannels
 from headrace.spec.job import Job, Share
 from headrace.spec.model import ModelSpec
@@ -25,61 +27,17 @@ from headrace.spec.parameter_sets import one_optimizer
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy
 from headrace.strategies.context import BatchInfo, WorkerContext
-from headrace.training.exchange import Replica
+from headrace.training.exchange import Exchange, Replica
 from headrace.training.optimizer import nested
 from headrace.training.recompute.blocks import recomputing
 from headrace.training.recompute.offloaded import OffloadedForward
-from headrace.training.synchronization import PeriodicSync
-from headrace.training.update import Updater
+from headrace.training.synchronization import DataLeases, Lease, PeriodicSync
 from headrace.trees import map_tensors, parts_of, tensors_of
 from headrace.worker.main import gathered_tensors
 from headrace.worker.session import objective_of
 
 _ROUNDS = 2
 """In the first one the optimizer's state is made."""
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes that a process holds at the moment when it holds most of all, by what they are.
-
-    Attributes:
-        parameters: its own, whole or a part.
-        gradients: in `.grad`, or where it puts them for others.
-        state: of the optimizer.
-        buffers: of the model.
-        activations: what forward keeps for backward, and results that live for a moment.
-        gathered: parameters of which it has a part only, while they are whole.
-        exchange: what processes of a host share besides.
-        batch: its share of the batch, once.
-        start: the most before the first round, all together.
-        end: when the trained model is written, all together.
-        host: memory of the host besides, at most, where a choice keeps there what an accelerator does not need.
-        routed: whether a router chose, which was taken to choose each expert as often as the others.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    state: int = 0
-    buffers: int = 0
-    activations: int = 0
-    gathered: int = 0
-    exchange: int = 0
-    batch: int = 0
-    start: int = 0
-    end: int = 0
-    host: int = 0
-    routed: bool = False
-
-    @property
-    def peak(self) -> int:
-        """All together, at most, without `host`."""
-        here: int = sum(getattr(self, name) for name in KINDS)
-        return max(self.start, here, self.end)
-
-
-KINDS = ("parameters", "gradients", "state", "buffers", "activations", "gathered", "exchange", "batch")
-"""What bytes are, in the order of a table."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +49,7 @@ class HollowRank:
         batch, examples: its share of a batch.
         lent: what of the caller's the model is a copy of.
         sent: of a pipeline what stages send each other of a micro-batch, by its examples.
+        cycle: rounds after which a worker of servers has done all that it does.
         hosted: whether parts of parameters, gradients and the optimizer's state are on an accelerator's host.
     """
 
@@ -105,6 +64,7 @@ class HollowRank:
     lent: Sequence[Tensor] = ()
     sent: Mapping[int, Messages] = field(default_factory=dict)
     hosted: bool = False
+    cycle: int = 1
 
     def measure(self) -> RankMemory:
         """Builds it, and trains until the optimizer's state is what it will stay."""
@@ -120,23 +80,41 @@ class HollowRank:
             group.channels = lambda edges, schedule, whole: OneRanksChannels(
                 edges, schedule, self.rank, whole, self.sent, memory.share
             )
-            replica = self._replica(module, group, closing)
+            replica = self._replica(memory, module, group, closing)
             if self.job.options.offloads:
                 copies = _Copies(memory)
                 OffloadedForward(module, copies.to_host, copies.back)
-            start, updater = memory.peak_bytes, _updater_of(replica)
-            own = {_address(each) for each in (*module.parameters(), *updater.parameters)}
+            if isinstance(replica.sync, DataLeases):
+                replica.sync.begin()
+            start, updater = memory.peak_bytes, replica.exchange.updater
+            own = {_address(each) for each in (*module.parameters(), *(updater.parameters if updater else ()))}
             share = Share(self.batch, self.examples, self.job.global_batch_size, 0)
             for round_ in range(_ROUNDS):
                 memory.restart()
-                self._step(memory, replica, share, round_)
+                self._steps(memory, replica, share, round_)
             found: dict[str, int] = {}
-            memory.restart(memory.peak_step, lambda: found.update(self._kinds(memory, module, updater, own)))
-            self._step(memory, replica, share, _ROUNDS)
+            memory.restart(memory.peak_step, lambda: found.update(self._kinds(memory, module, replica.exchange, own)))
+            self._steps(memory, replica, share, _ROUNDS)
             memory.restart()
             self._leave(memory, replica, group)
             end = max(sum(memory.living().values()), memory.peak_bytes)
             return RankMemory(**found, start=start, end=end, host=memory.host_bytes, routed=memory.assumes)
+
+    def _steps(self, memory: HollowMemory, replica: Replica, share: Share, round_: int) -> None:
+        """Does a round, or as many as there are until all goes on as it began."""
+        if not isinstance(replica.sync, DataLeases):
+            self._step(memory, replica, share, round_)
+            return
+        left, leases = 0, replica.sync
+        for number in range(round_ * self.cycle, (round_ + 1) * self.cycle):
+            if not left:
+                leases.ask()
+                lease = leases.next()
+                assert isinstance(lease, Lease)
+                left = lease.rounds
+            left -= 1
+            leases.weigh(float(share.examples), share.examples / share.of)
+            self._step(memory, replica, share, number)
 
     def _step(self, memory: HollowMemory, replica: Replica, share: Share, round_: int) -> None:
         sync = replica.sync
@@ -169,7 +147,7 @@ class HollowRank:
             with memory.hosting() if self.hosted or self.job.options.offloads else nullcontext():
                 in_memory_of_their_own(tensors)
 
-    def _replica(self, module: nn.Module, group: ProcessGroup, closing: ExitStack) -> Replica:
+    def _replica(self, memory: HollowMemory, module: nn.Module, group: ProcessGroup, closing: ExitStack) -> Replica:
         job, plan = self.job, self.plan
         sample = map_tensors(lambda each: each[:2], self.batch)
         context = WorkerContext(
@@ -181,21 +159,23 @@ class HollowRank:
             group,
             batches=BatchInfo(job.global_batch_size, job.seed),
             closing=closing,
+            servers=lambda: directory_of(plan, self.rank, group, memory.share),
             sample=lambda: sample,
         )
         choice = job.options.again
         with nullcontext() if choice is None else recomputing(module, choice):
             return self.strategy.replica(plan, self.rank, context)
 
-    def _kinds(self, memory: HollowMemory, module: nn.Module, updater: Updater, own: Set[int]) -> Mapping[str, int]:
+    def _kinds(self, memory: HollowMemory, module: nn.Module, exchange: Exchange, own: Set[int]) -> Mapping[str, int]:
         """Returns the bytes of what lives now, by what it is."""
-        every = [*module.parameters(), *updater.parameters]
+        updater = exchange.updater
+        every = [*module.parameters(), *(updater.parameters if updater else ())]
         kinds = {_address(each): "parameters" if _address(each) in own else "gathered" for each in every}
         kinds |= {_address(each): "buffers" for each in module.buffers()}
         kinds |= {_address(each): "batch" for each in tensors_of(self.batch)}
         kinds |= {_address(each.grad): "gradients" for each in every if each.grad is not None}
-        kinds |= {_address(each): "state" for each in updater.averages.values()}
-        for optimizer in nested(updater.optimizer).values():
+        kinds |= {_address(each): "state" for each in updater.averages.values()} if updater else {}
+        for optimizer in nested(updater.optimizer).values() if updater else ():
             kept = [part for each in tensors_of(dict(optimizer.state)) for part in parts_of(each)]
             kinds |= {_address(each): "state" for each in kept}
         found = dict.fromkeys(KINDS, 0)
@@ -203,7 +183,9 @@ class HollowRank:
             # A unit that is gathered early is not its module's yet.
             rest = "exchange" if memory.is_shared(key) else "gathered" if memory.is_parameter(key) else "activations"
             found[kinds.get(key, rest)] += size
-        return found
+        # Of steps of its own beside servers.
+        state = 0 if updater else exchange.memory()[1]
+        return found | {"state": found["state"] + state, "activations": found["activations"] - state}
 
 
 class _Copies:
@@ -227,12 +209,6 @@ def _parts(module: nn.Module) -> Iterator[Tensor]:
             yield internals.local_part(each)
             if isinstance(each.grad, DTensor):
                 yield internals.local_part(each.grad)
-
-
-def _updater_of(replica: Replica) -> Updater:
-    updater = replica.exchange.updater
-    assert updater is not None
-    return updater
 
 
 def _address(tensor: Any) -> int:

@@ -1,0 +1,232 @@
+"""One process of a run with servers, alone: a worker whose servers answer, or a server that workers push to.
+
+What the others would write is memory without values, as large as theirs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor
+
+from headrace.checkpoint.forms import pack
+from headrace.collectives.base import ProcessGroup
+from headrace.errors import ServerRefused
+from headrace.machine.background import BackgroundThread
+from headrace.parameter_server.planning import ServerProcess, layout_of
+from headrace.parameter_server.replication.directory import ServerDirectory
+from headrace.parameter_server.server.server import Server
+from headrace.parameter_server.wire import Kind, Message, ShardLayout, buckets_of, decode, encode
+from headrace.prediction.memory.hollow import HollowMemory
+from headrace.prediction.memory.kinds import RankMemory
+from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.segment import SharedSegment
+from headrace.spec.job import Job
+from headrace.spec.model import ModelSpec
+from headrace.spec.parameter_sets import one_optimizer
+from headrace.spec.plan import Plan
+from headrace.strategies import Strategy
+from headrace.strategies.served import ServedStrategy, ServerContext
+from headrace.transport.base import Blob, ClientTransport, ReceivedMessage, ServerTransport, Slots, TransportLayout
+from headrace.transport.local_client import NOTHING, head_bytes, segment_bytes
+
+_SPAN = "push_every"
+_ENDLESS = 1 << 40
+"""A sync point that does not come."""
+
+_ROUNDS = 3
+
+
+def directory_of(plan: Plan, rank: int, group: ProcessGroup, share: Callable[[int], Tensor]) -> ServerDirectory:
+    """Returns the servers of a plan, none of which is there, for the worker at a rank."""
+    page = ControlPage.create(len(plan.roles))
+    for server in plan.servers:
+        page.ranks[server].address.publish("local:no process")
+    span = plan.options.get(_SPAN, 1)
+    assert isinstance(span, int)
+
+    def open_(address: str, layout: ShardLayout, pushes: Slots, hello_s: float) -> ClientTransport:
+        slots = TransportLayout(layout.slots, pushes, layout.reply_slots, layout.rows_bytes)
+        return AnsweredClient(slots, share, span)
+
+    # A push that lasts as long as it can: until the next one begins.
+    late = partial(BackgroundThread, late=True)
+    return ServerDirectory(page, plan, rank, group, 1.0, rank, plan.servers, open=open_, thread=late)
+
+
+class AnsweredClient(ClientTransport):
+    """A worker's end, as `LocalClientTransport` holds it, whose server has answered all at once.
+
+    Every push counts, every shard is new, and leases of `span` rounds follow each other.
+    """
+
+    def __init__(self, layout: TransportLayout, share: Callable[[int], Tensor], span: int) -> None:
+        self.moved_bytes = 0
+        self._layout, self._span = layout, span
+        self._own = [share(nbytes) for nbytes in segment_bytes(layout) if nbytes]
+        head = head_bytes(layout.parameters)
+        self._sources = layout.parameters.views(share(head + layout.parameters.nbytes)[head:])
+        self._version = itertools.count(1)
+        self._answers: deque[tuple[bytes, memoryview]] = deque()
+
+    def push_slot(self, slot: int) -> Tensor:
+        return self._layout.pushes.of(self._own[0], slot)
+
+    def joined_push_slots(self, slots: range) -> Tensor | None:
+        return self._layout.pushes.joined(self._own[0], slots)
+
+    def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
+        asked = decode(message)
+        found, returned = Message(Kind.DONE), NOTHING
+        if asked.kind in (Kind.PUSH, Kind.PULL, Kind.PUSH_PULL):
+            found = Message(Kind.ANSWER, asked.first, numbers=(next(self._version),) * len(asked.numbers))
+        elif asked.kind == Kind.ASK:
+            number = next(self._version)
+            found = Message(Kind.GRANT, lease=number, numbers=(0, 0, _ENDLESS, self._span, number, 0))
+        elif asked.kind == Kind.BEGIN:
+            returned = memoryview(b"begun")
+        self._answers.append((encode(found._replace(number=asked.number)), returned))
+
+    def receive(self, timeout_s: float) -> tuple[bytes, memoryview] | None:
+        return self._answers.popleft() if self._answers else None
+
+    def fetch(self, slot: int, into: Tensor) -> int:
+        into.copy_(self._sources[slot])
+        return next(self._version)
+
+    def reply_slot(self, slot: int) -> Tensor:
+        return self._layout.pulled.of(self._own[-1], slot)
+
+    def close(self) -> None:
+        """There is no connection."""
+
+
+class _PushedServer(ServerTransport):
+    """A server's end, as `LocalServerTransport` holds it, with the slots of `peers` workers."""
+
+    trusts_clients = True
+    address = ""
+    moved_bytes = 0
+
+    def __init__(self, layout: ShardLayout, share: Callable[[int], Tensor], peers: int) -> None:
+        self.region = share(head_bytes(layout.slots) + layout.slots.nbytes)
+        self._places = layout.slots.views(self.region[head_bytes(layout.slots) :])
+        self._pushed = [layout.push_slots.views(share(layout.push_slots.nbytes)) for _ in range(peers)]
+        replies = layout.reply_slots
+        self._replies = [replies.views(share(replies.nbytes)) for _ in range(peers)] if replies else []
+        self.inbox: list[ReceivedMessage] = []
+
+    def parameters(self, slot: int) -> Tensor:
+        return self._places[slot]
+
+    def writing(self, slots: Sequence[int]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def set_version(self, slot: int, version: int) -> None:
+        """No worker reads it."""
+
+    def receive(self, timeout_s: float) -> list[ReceivedMessage]:
+        received, self.inbox = self.inbox, []
+        return received
+
+    def pushed(self, peer: int, slot: int) -> Tensor:
+        return self._pushed[peer][slot]
+
+    def release(self, peer: int, slots: Sequence[int]) -> None:
+        """No worker waits for it."""
+
+    def reply_slot(self, peer: int, slot: int) -> Tensor:
+        return self._replies[peer][slot]
+
+    def send(
+        self, peer: int, message: bytes, slots: Sequence[int] = (), blob: Blob = b"", limited: bool = True
+    ) -> None:
+        if decode(message).kind == Kind.ERROR:
+            assert not isinstance(blob, SharedSegment)
+            raise ServerRefused(bytes(blob).decode())
+
+    def drop(self, peer: int) -> None:
+        """There is no connection."""
+
+    def close(self) -> None:
+        """There is no connection."""
+
+
+def measure_servers(job: Job, model: ModelSpec, strategy: Strategy, plan: Plan) -> dict[str, RankMemory]:
+    """Returns what each server of a plan holds, by number."""
+    assert isinstance(strategy, ServedStrategy)
+    every = (HollowServer(job, model, strategy, plan, rank) for rank in plan.servers)
+    return {f"server {number}": each.measure() for number, each in enumerate(every)}
+
+
+@dataclass(frozen=True)
+class HollowServer:
+    """A server of a plan, which all workers push to, over tensors without values."""
+
+    job: Job
+    model: ModelSpec
+    strategy: ServedStrategy
+    plan: Plan
+    rank: int
+
+    def measure(self) -> RankMemory:
+        """Builds it, and has it answer pushes of all workers until the optimizer's state is what it will stay."""
+        memory, plan = HollowMemory(), self.plan
+        layout = layout_of(plan, self.model, self.rank)
+        with warnings.catch_warnings(), memory:
+            warnings.simplefilter("ignore")
+            end = _PushedServer(layout, memory.share, plan.replicas)
+            context = ServerContext(
+                self.model, one_optimizer(self.job.optimizer, "a plan of memory"), self.job.options,
+                rounds_per_epoch=1, first=0, until=_ENDLESS, process=ServerProcess(end=end),
+            )  # fmt: skip
+            server = self.strategy.server(plan, self.rank, context)
+            asking = _Asking(server, end)
+            for worker in range(plan.replicas):
+                asking(worker, Message(Kind.JOIN, numbers=(worker, 0, worker)), layout.describe())
+            for shard in range(len(layout)):
+                asking(0, Message(Kind.LOAD, shard, 1), pack({}))
+            start = memory.peak_bytes
+            for round_ in range(_ROUNDS):
+                memory.restart()
+                self._push(asking, layout, round_)
+            found: list[RankMemory] = []
+            memory.restart(memory.peak_step, lambda: found.append(_kinds(memory, server, end)))
+            self._push(asking, layout, _ROUNDS)
+            return replace(found[0], start=start)
+
+    def _push(self, asking: _Asking, layout: ShardLayout, round_: int) -> None:
+        """Has all workers push a round, and wait for what comes of it."""
+        together = bool(self.plan.options.get("backup_workers")) or self.model.optimizer.at_once
+        buckets = [range(len(layout))] if together else buckets_of(layout)
+        # The slowest may be the last with all that it pushes.
+        for shards, worker in itertools.product(buckets, range(self.plan.replicas)):
+            head = Message(Kind.PUSH_PULL, shards.start, 1, round_ * self.plan.replicas + worker, 1.0)
+            asking(worker, head._replace(share=1 / self.plan.replicas, numbers=(round_,) * len(shards)))
+
+
+def _kinds(memory: HollowMemory, server: Server, end: _PushedServer) -> RankMemory:
+    """Returns the bytes of what lives now, by what it is."""
+    (_, state), living = server.memory(), memory.living()
+    shared = sum(size for key, size in living.items() if memory.is_shared(key))
+    own = end.region.untyped_storage().nbytes()
+    return RankMemory(own, state=state, exchange=shared - own, activations=sum(living.values()) - shared - state)
+
+
+class _Asking:
+    """Has a server handle messages, one at a time."""
+
+    def __init__(self, server: Server, end: _PushedServer) -> None:
+        self._server, self._end = server, end
+        self._numbers = itertools.count(1)
+
+    def __call__(self, peer: int, message: Message, blob: bytes = b"") -> None:
+        data = encode(message._replace(number=next(self._numbers)))
+        self._end.inbox.append(ReceivedMessage(peer, data, memoryview(blob)))
+        self._server.turn(0.0)
