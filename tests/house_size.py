@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 127_286
+LINES = 127_632
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_021
@@ -20,7 +20,7 @@ CLOSURES = {
     "engine.local.process": 22_190,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_890,
-    "api.fit": 33_620,
+    "api.fit": 33_630,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 
