@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterable
@@ -36,7 +37,9 @@ from pathlib import Path
 from typing import ClassVar
 
 _HEADRACE = str(Path(__file__).parent) + os.sep
-_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_PATHS = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+# Also packages of another environment that this one sees: the system's, the user's.
+LIBRARIES = re.compile("|".join([*map(re.escape, _PATHS), r".*/(?:site|dist)-packages/"]))
 
 __all__ = [
     "CheckpointMismatch",
@@ -379,14 +382,14 @@ def user_traceback(error: BaseException, fallback: bool = False) -> str:
 def user_place(error: BaseException) -> str:
     """Returns the last line of user code in the traceback, "job.py, line 12"; empty if there is none."""
     frames = _user_frames(traceback.TracebackException.from_exception(error))
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    own = [frame for frame in frames if not LIBRARIES.match(frame.filename)]
     return f"{own[-1].filename}, line {own[-1].lineno}" if own else ""
 
 
 def _user_frames(shown: traceback.TracebackException) -> list[traceback.FrameSummary]:
     frames = [frame for frame in shown.stack if not _is_ours(frame)]
     # A library's compiled frame has a relative name: "uvloop/loop.pyx".
-    while frames and (frames[0].filename.startswith(_LIBRARIES) or frames[0].filename.endswith(".pyx")):
+    while frames and (LIBRARIES.match(frames[0].filename) or frames[0].filename.endswith(".pyx")):
         del frames[0]
     return frames
 

@@ -146,7 +146,9 @@ def test_a_stream_that_the_caller_has_closed(closed: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("redirected", "code", "last"), [("", 0, "model: "), (">/dev/full", 3, "error: the result")])
+@pytest.mark.parametrize(
+    ("redirected", "code", "last"), [("", 0, "next: headrace report run"), (">/dev/full", 3, "error: the result")]
+)
 def test_what_stdout_does_not_take(redirected: str, code: int, last: str, tmp_path: Path) -> None:
     """Characters that the locale lacks, and anything where its disk is full."""
     (tmp_path / "job.py").write_text(JOB, encoding="utf-8")
@@ -303,8 +305,17 @@ def test_signals_have_a_message() -> None:
     assert written(Terminated()) == "error: terminated (SIGTERM)\n"
 
 
-def test_compiled_frames_of_a_library_are_no_user_code() -> None:
-    program = compile("import json; json.loads('')", "uvloop/loop.pyx", "exec")
+@pytest.mark.parametrize(
+    "file",
+    [
+        "uvloop/loop.pyx",
+        "/usr/lib/python3/dist-packages/torch/nn/modules/module.py",
+        "/home/a/.local/lib/python3.11/site-packages/torch/nn/modules/module.py",
+    ],
+    ids=["compiled", "the system's", "the user's"],
+)
+def test_frames_of_a_library_are_no_user_code(file: str) -> None:
+    program = compile("import json; json.loads('')", file, "exec")
     with pytest.raises(json.JSONDecodeError) as caught:
         exec(program)
     error, frames = caught.value, caught.value.__traceback__

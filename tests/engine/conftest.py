@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
 
+from engine.ranks import until
 from headrace.engine.local.engine import LocalEngine
 from headrace.engine.local.fork_server import ForkServer
 from warm.programs import real
@@ -35,14 +35,6 @@ def fork_server() -> Iterator[ForkServer]:
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-
-
-def until(condition: Callable[[], bool], within_s: float) -> bool:
-    """Waits for a condition; returns whether it came true in time."""
-    deadline = time.monotonic() + within_s
-    while not (reached := condition()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return reached
 
 
 def state(pid: int) -> str:

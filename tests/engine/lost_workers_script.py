@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
-from engine.conftest import until
 from engine.networks import cut_link, go_there
-from engine.ranks import errors_said, say
+from engine.ranks import errors_said, say, until
 
 DEED = sys.argv[1]
 RANK, VICTIM = int(os.environ["RANK"]), 1

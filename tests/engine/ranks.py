@@ -8,7 +8,7 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,14 @@ from headrace.errors import HeadraceError
 TESTS = Path(__file__).resolve().parent.parent
 
 Said = list[dict[str, Any]]
+
+
+def until(condition: Callable[[], bool], within_s: float) -> bool:
+    """Waits for a condition; returns whether it came true in time."""
+    deadline = time.monotonic() + within_s
+    while not (reached := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return reached
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from functools import partial
 from pathlib import Path
 
 import headrace as hr
-from engine.conftest import until
 from engine.networks import cut_link, go_there, part
-from engine.ranks import errors_said, say, total
+from engine.ranks import errors_said, say, total, until
 from engine.victims import INPUTS, TARGETS, lbfgs_job, make_job, split_model
 
 RANK = int(os.environ["RANK"])

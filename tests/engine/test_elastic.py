@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import headrace as hr
 from engine.conftest import below, fork_servers, until
+from engine.counting import BATCH, EPOCHS, EXAMPLES, Counter, counting_job
 from headrace.checkpoint import CheckpointFolder
 from headrace.engine.local.engine import LocalEngine
 from headrace.engine.local.scaling import ask_for_workers
@@ -27,39 +28,7 @@ from headrace.strategies.served import ServerContext
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = 96
-BATCH = 16
-EPOCHS = 30
-HURRIED = 15
 MARK = "HEADRACE_TEST_MARK"
-
-
-class Counter(nn.Module):
-    """Its parameters count how often each example was trained on, if the learning rate is the batch.
-
-    Args:
-        awaited: a file. From the epoch `HURRIED` on, a batch takes half a second until it is there: so few epochs
-            outlast what shall happen meanwhile, and are over soon after it.
-    """
-
-    def __init__(self, awaited: Path | None = None) -> None:
-        super().__init__()
-        self._awaited = awaited
-        halves = (nn.Parameter(torch.zeros(EXAMPLES // 2, dtype=torch.float64)) for _ in range(2))
-        self.low, self.high = halves
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if self._awaited is not None and self.count.mean() > HURRIED:
-            until(self._awaited.exists, 0.5)
-        return -inputs @ self.count
-
-    @property
-    def count(self) -> Tensor:
-        return torch.cat([self.low, self.high])
-
-
-def mean(output: Tensor, _: Tensor) -> Tensor:
-    return output.mean()
 
 
 def mean_of_one_killed(output: Tensor, _: Tensor) -> Tensor:
@@ -77,19 +46,6 @@ def kill_once(what: str) -> None:
     except FileExistsError:
         return
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def counting_job(epochs: int = EPOCHS, **changes: object) -> hr.Job:
-    inputs = torch.eye(EXAMPLES, dtype=torch.float64)
-    given: dict[str, object] = {
-        "model": Counter,
-        "loss": mean,
-        "optimizer": functools.partial(torch.optim.SGD, lr=float(BATCH)),
-        "data": (inputs, torch.zeros(EXAMPLES)),
-        "global_batch_size": BATCH,
-        "epochs": epochs,
-    }
-    return hr.Job(**{**given, **changes})  # type: ignore[arg-type]
 
 
 def check_counts(run: hr.Run, epochs: int = EPOCHS) -> None:

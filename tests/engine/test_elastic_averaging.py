@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import headrace as hr
-from engine.test_elastic import Counted, Counter, Hand, check_counts, counting_job
+from engine.counting import Counter, counting_job
+from engine.test_elastic import Counted, Hand, check_counts
 from headrace.engine.local.engine import LocalEngine
 
 pytestmark = pytest.mark.slow

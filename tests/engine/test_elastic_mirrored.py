@@ -13,8 +13,9 @@ import torch
 
 import headrace as hr
 from engine.conftest import below, fork_servers
+from engine.counting import EXAMPLES, Counter, counting_job
 from engine.elastic_loops import ROUND, job, plant
-from engine.test_elastic import EXAMPLES, MARK, Counter, Hand, check_counts, counting_job, mean_of_one_killed
+from engine.test_elastic import MARK, Hand, check_counts, mean_of_one_killed
 from engine.victims import rank
 from headrace.checkpoint import CheckpointFolder
 from headrace.engine.local.engine import LocalEngine

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import headrace as hr
 from engine.conftest import below, fork_servers, until
+from engine.counting import Counter, counting_job
 from engine.elastic_loops import ROUND, job, lose_rank_1
-from engine.test_elastic import Counter, Hand, check_counts, counting_job
+from engine.test_elastic import Hand, check_counts
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.spec.events import Event, Notice, Stepped, WorkerStarted

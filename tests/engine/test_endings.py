@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -197,7 +198,7 @@ def test_a_signal_ends_the_launcher(tmp_path: Path, number: int, status: str, mo
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 def test_a_full_disk(engine: LocalEngine, tmp_path: Path) -> None:
-    """The last event has a place of its own on the disk."""
+    """Training goes on, and the model is saved elsewhere; the last event has a place of its own on the disk."""
     from storm.disks import Disk
     from storm.schedule import Fault
 
@@ -205,10 +206,15 @@ def test_a_full_disk(engine: LocalEngine, tmp_path: Path) -> None:
     fault = Fault("full disk", 0, 0)
     try:
         fill = at_step(6, lambda _: disk.fail(fault), ranks=2)
-        with pytest.raises(hr.errors.RunFailed) as caught:
-            hr.fit(long_job(), PAIR, engine=engine, run_dir=disk.folder / "run", checkpoints=OFTEN, on_event=fill)
+        run_dir = disk.folder / "run"
+        with pytest.raises(hr.errors.WorkerFailed) as caught:
+            hr.fit(make_job(epochs=25), PAIR, engine=engine, run_dir=run_dir, checkpoints=OFTEN, on_event=fill)
+        assert caught.value.worker_exit_code == 3
+        kept = Path(caught.value.what().rpartition("it is kept in ")[2])
+        assert kept.is_file()
+        shutil.rmtree(kept.parent)
         write_error(terminal, caught.value)
-        ended = same_words(disk.folder / "run", terminal.getvalue(), tmp_path)
+        ended = same_words(run_dir, terminal.getvalue(), tmp_path)
         assert "No space left on device" in ended.cause
     finally:
         disk.close()

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import headrace as hr
-from engine.test_elastic import Counter, check_counts, counting_job
+from engine.counting import Counter, counting_job
+from engine.test_elastic import check_counts
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import PeerLost
 from headrace.spec.events import BackupReady, Event, Lost, ServerStarted

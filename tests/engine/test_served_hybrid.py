@@ -81,7 +81,7 @@ def test_a_checkpoint_goes_from_replicas_to_one_device_to_one_replica_and_back(
     chain = [REGIMES["lock-step"], hr.OneDevice(), hr.Hybrid(LOCK_STEP(1), INNER), slices, REGIMES["lock-step"]]
     for index, strategy in enumerate(chain):
         run = hr.launch(
-            stopped_at(5 * (index + 1)),
+            partial(stopped_at, 5 * (index + 1)),
             job,
             strategy,
             device="cpu",
@@ -97,8 +97,10 @@ def test_a_checkpoint_goes_from_replicas_to_one_device_to_one_replica_and_back(
 def test_a_resumed_run_visits_every_example_once(tmp_path: Path, strategy: hr.Strategy) -> None:
     job = lasting_job("plain")
     for at, resume in ((5, False), (99, True)):
-        run = hr.launch(stopped_at(at), job, strategy, engine=hr.ThreadEngine(), run_dir=tmp_path, resume=resume)
-    assert rounds_of(run.events) == {round_: 2 if round_ % 5 == 4 else 12 for round_ in range(15)}
+        run = hr.launch(
+            partial(stopped_at, at), job, strategy, engine=hr.ThreadEngine(), run_dir=tmp_path, resume=resume
+        )
+    assert rounds_of(run) == {round_: 2 if round_ % 5 == 4 else 12 for round_ in range(15)}
 
 
 def test_a_run_goes_on_from_the_servers_snapshots(engine: LocalEngine, tmp_path: Path) -> None:

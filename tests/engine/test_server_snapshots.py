@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import headrace as hr
-from engine.test_elastic import BATCH, EXAMPLES, HURRIED, Counter, check_counts, counting_job, every_strategy
+from engine.counting import BATCH, EXAMPLES, HURRIED, Counter, counting_job
+from engine.test_elastic import check_counts, every_strategy
 from headrace.checkpoint.storage import Storage
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import PeerLost

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.net, pytest.mark.full, pytest.mark.u
 SCRIPT = """
 import time
 import headrace as hr
-from engine.test_elastic import counting_job
+from engine.counting import counting_job
 
 def train(worker):
     for batch in worker.batches():

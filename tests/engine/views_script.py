@@ -20,11 +20,10 @@ from typing import Any
 import torch
 
 import headrace as hr
-from engine.conftest import until
+from engine.counting import EXAMPLES, counting_job
 from engine.elastic_loops import ROUND, job, plant
 from engine.networks import cut_link, go_there
-from engine.ranks import errors_said, say, total
-from engine.test_elastic import EXAMPLES, counting_job
+from engine.ranks import errors_said, say, total, until
 from headrace.api import launched
 from headrace.engine.local.scaling import ask_for_states, ask_for_workers
 

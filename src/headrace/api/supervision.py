@@ -76,7 +76,9 @@ def begin_and_end(spec: RunSpec, info: JobInfo) -> Iterator[_LauncherEvents]:
         raise
     finally:
         with unless(takes_no_more):
-            reserve.unlink(missing_ok=True)
+            # Another file may be in the place of the run's directory.
+            if disk.is_file(reserve):
+                reserve.unlink(missing_ok=True)
         write_end(spec, events.writer, events.status, events.why)
         deleted = events.writer.is_deleted
         events.writer.close()

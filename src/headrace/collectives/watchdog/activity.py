@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sysconfig
 from pathlib import Path
 from types import FrameType
 
 from headrace import internals
+from headrace.errors import LIBRARIES
 
 _HEADRACE = str(Path(__file__).parents[2])
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 _ACTIVITIES = {
     internals.COMPILER: "compiles",
@@ -53,6 +52,6 @@ def _named(module: str) -> str:
 def _place(frame: FrameType) -> str:
     """Returns where a frame is if it is one of user code; else ""."""
     code = frame.f_code
-    if code.co_filename.startswith(("<frozen ", _HEADRACE, *_LIBRARIES)):
+    if code.co_filename.startswith(("<frozen ", _HEADRACE)) or LIBRARIES.match(code.co_filename):
         return ""
     return f"{Path(code.co_filename).name}, line {frame.f_lineno}, in {code.co_name}"

@@ -81,7 +81,7 @@ def updates_of(job: Job, module: nn.Module) -> dict[str, str]:
             if own.options.schedule is not None:
                 make(own.options.schedule, optimizer)
         of = f" of the set {name!r}" if name else ""
-        found[f"the code of the optimizer's step{of}"] = f"{type(optimizer).__qualname__} {_code(type(optimizer).step)}"
+        found[f"the code of the optimizer's step{of}"] = f"{type(optimizer).__name__} {_code(type(optimizer).step)}"
         for index, group in enumerate(group_settings(optimizer)):
             for key, value in group["options"].items():
                 shown = value["float"] if isinstance(value, dict) and value.keys() == {"float"} else value
