@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 127_632
+LINES = 127_636
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_021
@@ -15,12 +15,12 @@ CLOSURES = {
     "data.loading.loader": 6_550,
     "strategies.one_device": 10_070,
     "strategies.mirrored": 11_250,
-    "strategies.central_storage": 13_310,
+    "strategies.central_storage": 13_320,
     "worker.main": 20_530,
     "engine.local.process": 22_190,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_890,
-    "api.fit": 33_630,
+    "api.fit": 33_640,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 
