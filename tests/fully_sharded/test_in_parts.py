@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,5 +115,35 @@ def test_a_model_that_cannot_be_made_in_parts_is_built_whole(capsys: pytest.Capt
 def test_what_needs_all_parameters_at_once_is_refused() -> None:
     with pytest.raises(UsageError, match="deferred must be True or False, got 1"):
         hr.FullySharded(deferred=1)  # type: ignore[arg-type]
-    with pytest.raises(JobError, match="leave out deferred=True"):
-        hr.fit(job_of(Recurrent), hr.FullySharded(2, deferred=True), device="cpu")
+
+
+class Writing(Stack):
+    """Writes to a parameter in forward."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.head.weight.mul_(1)
+        return super().forward(tokens)
+
+
+class Showing(Stack):
+    """Reads a parameter where no operation is seen."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.head.weight.detach().numpy()
+        return super().forward(tokens)
+
+
+@pytest.mark.parametrize(
+    ("model", "why"), [(Writing, "forward writes to the parameter 'head.weight'"), (Showing, "it calls numpy()")]
+)
+def test_a_forward_that_needs_memory_of_parameters_is_refused(model: type[nn.Module], why: str) -> None:
+    with pytest.raises(JobError, match=re.escape(why)):
+        hr.fit(job_of(model), hr.FullySharded(2, deferred=True), device="cpu")
+
+
+@pytest.mark.slow
+def test_a_recurrent_layer_is_made_in_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    run = hr.fit(job_of(Recurrent), hr.FullySharded(2, deferred=True), device="cpu")
+    assert "bytes of parameters are made one by one" in capsys.readouterr().err
+    assert _apart(hr.fit(job_of(Recurrent), device="cpu"), run) <= 1e-9

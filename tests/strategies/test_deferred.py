@@ -12,7 +12,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import headrace as hr
+from headrace.collectives.threads import ThreadCollective
 from headrace.errors import UsageError
+from headrace.strategies.deferred import require_same_parts
+from headrace.training.deferred.parts import Deferral
+from headrace.training.user_code.divided import run_in_threads
 
 WIDTH, TOKENS = 256, 1024
 
@@ -162,6 +166,22 @@ def test_a_resumed_run_takes_the_values_of_the_checkpoint(name: str, tmp_path: P
     hr.fit(replace(job, steps=2), strategy, device="cpu", run_dir=tmp_path)
     resumed = hr.fit(job, strategy, device="cpu", run_dir=tmp_path, resume=True)
     assert apart(hr.fit(job, device="cpu"), resumed) <= 1e-9
+
+
+def test_ranks_that_would_make_parts_of_different_models_are_refused() -> None:
+    said: dict[int, str] = {}
+
+    def rank(collective: ThreadCollective) -> None:
+        with pytest.raises(UsageError) as refused:
+            require_same_parts(modules[collective.rank], collective)
+        said[collective.rank] = str(refused.value)
+
+    modules = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        modules.append(Deferral().build(Net))
+    run_in_threads(rank)
+    assert all("does something else in each process" in said[number] for number in range(2))
 
 
 def test_what_deferred_cannot_be_is_refused() -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -41,6 +41,7 @@ from headrace.spec.compute import LayerSpec
 from headrace.spec.job import Job
 from headrace.spec.model import ProfileRequest
 from headrace.training.deferred.lending import holding, lending
+from headrace.training.deferred.parts import keep_parts, parts_of, set_aside
 from headrace.training.shared_buffers.batch_norm import NO_STATISTICS
 from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trial import unchanged
@@ -76,9 +77,12 @@ def profile(
     `seconds` and 5 sweeps, and at most 30. `sample` are a few examples to find the layers with, all of whose
     activations are held; None for `batch`. Raises a `JobError` if the model cannot be cut.
     """
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    context = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
-    with lending(module), unchanged(module), limited_threads(threads), context:
+    with lending(module), ExitStack() as stack:
+        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        for each in (unchanged(module), limited_threads(threads)):
+            stack.enter_context(each)
+        if autocast is not None:
+            stack.enter_context(torch.autocast(device.type, autocast))
         traced = trace(module, batch if sample is None else sample, objective.inputs)
         groups = groups_of(traced)
         set_train_modes(module)
@@ -150,7 +154,11 @@ def measure(job: Job, module: nn.Module, objective: Objective, request: ProfileR
     """
     batch, sample = first_batch(job, request.examples), first_batch(job, _SAMPLED)
     if device != "cpu":
-        module = copy.deepcopy(module).to(device)
+        module, parts = copy.deepcopy(module), parts_of(module)
+        if parts:
+            keep_parts(module, parts)
+        with set_aside(module):
+            module.to(device)
         batch, sample = map_tensors(lambda tensor: tensor.to(device), (batch, sample))
     autocast = torch.bfloat16 if job.options.precision == "bf16" else None
     form = map_tensors(lambda tensor: (tensor.shape, tensor.dtype), batch)

@@ -40,6 +40,7 @@ from headrace.strategies.context import ModelProbe
 from headrace.strategies.hybrid import levels_of
 from headrace.strategies.refusals import refuse
 from headrace.strategies.strategy import describe_options
+from headrace.training.deferred.lending import lending
 from headrace.training.deferred.parts import Deferral
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.user_code.trial import without_compilers
@@ -215,10 +216,11 @@ class _Planning:
             for each in self._lent:
                 memory.lend(each)
             module, sample = build(), sample_of(job)
-            return {
-                size: messages(module, job.inputs, cut(share.batch, *piece, share.examples), sample, plan)
-                for size, piece in pieces.items()
-            }
+            with lending(module):
+                return {
+                    size: messages(module, job.inputs, cut(share.batch, *piece, share.examples), sample, plan)
+                    for size, piece in pieces.items()
+                }
 
     def _shapes(self, job: Job, strategy: Strategy) -> ModelSpec:
         with HollowMemory() as memory:
