@@ -122,7 +122,7 @@ class Writing(Stack):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            self.head.weight.mul_(1)
+            self.encoder.layers[0].linear1.weight.mul_(1)
         return super().forward(tokens)
 
 
@@ -130,12 +130,13 @@ class Showing(Stack):
     """Reads a parameter where no operation is seen."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.head.weight.detach().numpy()
+        self.encoder.layers[0].linear1.weight.detach().numpy()
         return super().forward(tokens)
 
 
 @pytest.mark.parametrize(
-    ("model", "why"), [(Writing, "forward writes to the parameter 'head.weight'"), (Showing, "it calls numpy()")]
+    ("model", "why"),
+    [(Writing, "forward writes to the parameter 'encoder.layers.0.linear1.weight'"), (Showing, "it calls numpy()")],
 )
 def test_a_forward_that_needs_memory_of_parameters_is_refused(model: type[nn.Module], why: str) -> None:
     with pytest.raises(JobError, match=re.escape(why)):
