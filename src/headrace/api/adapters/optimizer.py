@@ -79,7 +79,7 @@ def _copied(optimizer: torch.optim.Optimizer, instead: dict[int, Any]) -> torch.
     memo = dict(instead)
     made = copy.deepcopy(optimizer, memo)
     for name, value in vars(optimizer).items():
-        # An optimizer says that it is its groups and state alone. A schedule has put its own `step` there.
-        if name not in vars(made) and name != "step":
+        # Its own copy has its settings, groups and state alone. A schedule has put its own `step` there.
+        if name not in ("defaults", "param_groups", "state", "step"):
             vars(made)[name] = copy.deepcopy(value, memo)
     return made

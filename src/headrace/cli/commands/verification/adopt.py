@@ -146,17 +146,9 @@ def _run_alone(script: Path, arguments: Sequence[str], folder: Path, steps: int,
             raise JobError(
                 f"{script} has not made {steps} steps in {limit:g} s; give fewer --steps, or a longer --limit"
             ) from error
-    from headrace.api.adoption.facts import FACTS
-
-    if code and (not disk.exists(folder / FACTS) or _has_failed(folder)):
+    if code:
         last = "\n".join(said.read_text(errors="replace").splitlines()[-12:])
         raise JobError(f"{script} itself ended with exit code {code} before it had made {steps} steps:\n{last}")
-
-
-def _has_failed(folder: Path) -> bool:
-    from headrace.api.adoption.facts import read_facts
-
-    return not read_facts(folder).problem
 
 
 def _as_job(script: Path, path: Path, facts: Facts, folder: Path, workers: int) -> tuple[str, ...]:
