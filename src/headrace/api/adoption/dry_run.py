@@ -173,7 +173,7 @@ class DryRun:
         own = [each for each in inside if Path(each.f_code.co_filename) == self._script]
         if inside[-1] is not own[-1]:
             self._elsewhere = inside[-1].f_code.co_filename
-        self._stack = [(each, each.f_lineno, dict(each.f_locals)) for each in own]
+        self._stack = [(each, each.f_lineno, {**each.f_globals, **each.f_locals}) for each in own]
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if all(optimizer is not each for each in self._optimizers):
@@ -247,10 +247,12 @@ class DryRun:
 
 
 def _expressions(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the names of a function, then the attributes of the objects that they name."""
+    """Yields the names of a function, then the attributes and the entries of what they name."""
     plain = {name: value for name, value in values.items() if name.isidentifier() and not name.startswith("__")}
     yield from plain.items()
     for name, value in plain.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}[{key!r}]", each) for key, each in value.items() if isinstance(key, str))
         held = getattr(value, "__dict__", None)
         if isinstance(held, dict) and not isinstance(value, nn.Module | type) and not inspect.ismodule(value):
             yield from ((f"{name}.{inner}", each) for inner, each in held.items() if inner.isidentifier())

@@ -16,7 +16,7 @@ from headrace.api.adoption.loop import Unfit
 from headrace.api.verification.plain_loop import PlainLoop
 from headrace.api.verification.recording import own_objective
 from headrace.data.pipeline.source import Epoch
-from headrace.modules import parameters_and_buffers
+from headrace.modules import parameters_and_buffers, set_train_modes
 from headrace.spec.job import Job, Share
 
 
@@ -28,6 +28,7 @@ def prove(job: Job, facts: Facts, folder: Path) -> None:
     """
     assert isinstance(job.model, nn.Module)
     model = copy.deepcopy(job.model)
+    set_train_modes(model)
     _compare("the weights that it begins with", model, read_state(folder, 0), buffers=False)
     _compare_data(job.data, folder, facts.examples)
     epoch = -(-facts.examples // facts.batch_size)
@@ -35,7 +36,6 @@ def prove(job: Job, facts: Facts, folder: Path) -> None:
     for number, step in enumerate(read_steps(folder, facts.steps)):
         begin_anew(number)
         loop.begin([(0, Share(step.batch, 1, 1, number // epoch))])
-        model.train()
         loop.differentiate()
         loop.update()
         if not _equal(float(loop.loss), step.loss):

@@ -181,6 +181,7 @@ def _with_setup(script: Path, path: Path, facts: Facts, arguments: Sequence[str]
     from headrace.api.adoption.two_lines import write_setup
 
     source = script.read_text(encoding="utf-8")
+    failures = []
     for summed in (False, True):
         try:
             text = write_setup(source, facts, summed)
@@ -189,18 +190,17 @@ def _with_setup(script: Path, path: Path, facts: Facts, arguments: Sequence[str]
         with writing("the script", path, "--output"):
             path.write_text(text, encoding="utf-8")
         say(f"with hr.setup{', the loss taken for a sum' * summed}: {workers} processes")
-        failure = ""
         try:
-            found = of_script(path, arguments, workers, min(6, facts.steps))
-            failure = "" if found.equal else "its processes would train something else than the script alone"
+            if of_script(path, arguments, workers, min(6, facts.steps)).equal:
+                return
+            failures.append("its processes would train something else than the script alone")
         except HeadraceError as error:
-            failure = str(error)
-        finally:
-            if failure:
-                path.unlink()
-        if not failure:
-            return
+            failures.append(str(error))
+        except BaseException:
+            path.unlink()
+            raise
+        path.unlink()
     raise JobError(
-        f"{script} is no job, and hr.setup alone does not carry it: {failure}; docs/guide/plain-scripts.md says what a "
+        f"{script} is no job, and hr.setup alone does not carry it: {failures[0]}; docs/guide/plain-scripts.md says what a "
         "loop asks of its processes"
     )
