@@ -201,6 +201,6 @@ def _with_setup(script: Path, path: Path, facts: Facts, arguments: Sequence[str]
             raise
         path.unlink()
     raise JobError(
-        f"{script} is no job, and hr.setup alone does not carry it: {failures[0]}; docs/guide/plain-scripts.md says what a "
-        "loop asks of its processes"
+        f"{script} is no job, and hr.setup alone does not carry it: {failures[0]}; docs/guide/plain-scripts.md says "
+        "what a loop asks of its processes"
     )
