@@ -324,7 +324,7 @@ class PeersApart(RunFailed):
 
 
 class ForkServerLost(RunFailed):
-    """The process that starts the workers has ended, and its workers with it."""
+    """The process that starts the workers has ended, and its workers with it, or was stopped for too long."""
 
     exit_code = 4
 

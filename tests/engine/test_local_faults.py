@@ -201,7 +201,8 @@ def test_a_fork_server_that_is_killed_is_another_one_in_the_next_run() -> None:
         assert hr.fit(make_job(), PAIR, engine=engine).status == "ok"
 
 
-def test_a_fork_server_that_is_stopped_while_a_worker_dies() -> None:
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_fork_server_that_is_stopped_is_lost_and_so_is_a_worker_that_dies(dies: bool) -> None:
     others = fork_servers()
     with LocalEngine() as engine:
         workers: list[int] = []
@@ -212,9 +213,11 @@ def test_a_fork_server_that_is_stopped_while_a_worker_dies() -> None:
             if event.kind == "stepped" and not workers:
                 workers.extend(below(fork_server))
                 os.kill(fork_server, signal.SIGSTOP)
-                os.kill(workers[0], signal.SIGKILL)
+                if dies:
+                    os.kill(workers[0], signal.SIGKILL)
 
-        with pytest.raises(RunFailed):
+        # With exit code 4, as each process that is lost.
+        with pytest.raises(RunFailed if dies else ForkServerLost, match=None if dies else "was stopped for 1.0 s"):
             hr.fit(long_job(), PAIR, engine=engine, on_event=stop, timeout_s=TIMEOUT_S)
         assert until(lambda: below(fork_server) == [], 30)
 

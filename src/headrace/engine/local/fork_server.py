@@ -26,7 +26,7 @@ from typing import Any
 
 from headrace.engine.base import LivenessProbe, end_with, leave_alone
 from headrace.engine.local.environment import set_since
-from headrace.errors import ForkServerLost, HeadraceError, RunFailed, UnfitMachine, UsageError
+from headrace.errors import ForkServerLost, HeadraceError, UnfitMachine, UsageError
 from headrace.machine.allocator import MMAP_THRESHOLD, TOP_PAD, TRIM_THRESHOLD, prefer_large_pages, tune
 from headrace.machine.limits import too_many_threads
 
@@ -225,14 +225,14 @@ class ForkServer:
 
     def check(self, timeout_s: float) -> None:
         """Raises:
-        RunFailed: the fork server has been stopped for `timeout_s`, so a worker's end would go unnoticed.
+        ForkServerLost: the fork server has been stopped for `timeout_s`, so a worker's end would go unnoticed.
         """
         if not self._probe.is_stopped():
             self._stopped_at = None
             return
         self._stopped_at = self._stopped_at or monotonic()
         if monotonic() - self._stopped_at > timeout_s:
-            raise RunFailed(
+            raise ForkServerLost(
                 f"the process that starts the workers (pid {self._process.pid}) was stopped for {timeout_s} s; "
                 "who stopped it (SIGSTOP, a debugger) must let it go on"
             )
