@@ -75,7 +75,7 @@ def test_a_thread_that_has_ended_in_a_task_is_not_waited_for(monkeypatch: pytest
     """As where memory is short: what ends a task cannot be noted."""
     monkeypatch.setattr("headrace.machine.background._LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    monkeypatch.setattr("headrace.machine.background._Task.fail", _out_of_memory)
+    monkeypatch.setattr("headrace.machine.background._Task.run", _out_of_memory)
     background = BackgroundThread("test")
     background.start(fail)
     with pytest.raises(RuntimeError, match="the thread headrace-test has ended in the middle of a task"):

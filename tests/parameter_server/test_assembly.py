@@ -40,6 +40,7 @@ class Directory:
     roles: tuple[Role, ...] = (Role(1, "server", "here", "cpu", 1, -1),)
     worker: int = 0
     incarnation: int = 0
+    open: None = None
 
     def addresses(self) -> tuple[str, ...]:
         return (NOWHERE,)

@@ -173,7 +173,7 @@ class DryRun:
         own = [each for each in inside if Path(each.f_code.co_filename) == self._script]
         if inside[-1] is not own[-1]:
             self._elsewhere = inside[-1].f_code.co_filename
-        self._stack = [(each, each.f_lineno, {**each.f_globals, **each.f_locals}) for each in own]
+        self._stack = [(each, each.f_lineno, {**each.f_locals, **_globals(each)}) for each in own]
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if all(optimizer is not each for each in self._optimizers):
@@ -244,6 +244,11 @@ class DryRun:
             return False
         loader = self._loops[self._loop][2]
         return type(value.dataset) is type(loader.dataset) and value.dataset is not loader.dataset
+
+
+def _globals(frame: FrameType) -> dict[str, Any]:
+    """Returns what a function knows besides its own names."""
+    return {name: value for name, value in frame.f_globals.items() if name not in frame.f_locals}
 
 
 def _expressions(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

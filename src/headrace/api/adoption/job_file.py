@@ -12,7 +12,7 @@ from headrace.api.adoption.devices import without_devices
 from headrace.api.adoption.facts import Facts
 from headrace.api.adoption.loop import BatchLoop, LoopScope, Unfit, find_loop
 from headrace.api.adoption.step import JobStep, read_step
-from headrace.api.adoption.syntax import DEFINITION, FUNCTION, called, free, needed, original, reads, sets, text_of
+from headrace.api.adoption.syntax import DEFINITION, FUNCTION, called, needed, original, reads, sets, text_of
 
 _WIDTH = 110
 
@@ -85,7 +85,7 @@ class _Writing:
         names, step = self.loop.names, self.step
         options = self._options()
         wanted = step.needs | {names[role].partition(".")[0] for role in ("model", "loader", "optimizer")}
-        wanted |= set().union(*(free(ast.parse(each)) for each in options.values())) - {names["optimizer"]}
+        wanted |= set().union(*(reads(ast.parse(each)) for each in options.values())) - {names["optimizer"]}
         schedule = self._schedule()
         self.kept = self._keep(wanted, schedule[0] if schedule else "")
         fields = {"model": step.model, **step.fields}
@@ -166,7 +166,7 @@ class _Writing:
                 wanted = wanted | {used[0]}
             if place == 0:
                 wanted = wanted | globally
-            wanted = wanted.union(*(free(each.iter) for each in scope.epochs))
+            wanted = wanted.union(*(reads(each.iter) for each in scope.epochs))
             if schedule and scope.frame.names.get("schedule") == schedule:
                 wanted, schedule = wanted | {schedule.partition(".")[0]}, ""
             given_names = self._names("arguments")
@@ -187,7 +187,7 @@ class _Writing:
                 if given is None:
                     globally.add(name)
                     continue
-                outer |= free(given)
+                outer |= reads(given)
                 if text_of(given) != name:
                     aliases.append(ast.parse(f"{name} = {text_of(given)}").body[0])
             for name in made | {text_of(each.targets[0]) for each in aliases if isinstance(each, ast.Assign)}:

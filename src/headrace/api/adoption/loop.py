@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace.api.adoption.facts import Facts, Frame
-from headrace.api.adoption.syntax import called, free, inner_statements, reads, sets, text_of
+from headrace.api.adoption.syntax import called, inner_statements, reads, sets, text_of
 
 _WRAPPERS = ("tqdm", "trange", "enumerate", "track")
 
@@ -193,10 +193,10 @@ def carried(loop: BatchLoop, kept: Sequence[ast.stmt]) -> str:
     later = set[str]().union(*(sets(each) for each in (*loop.body, *loop.after)))
     known = sets(loop.batch)
     for statement in kept:
-        if taken := (free(statement) & later) - known - _first_set(statement):
+        if taken := (reads(statement) & later) - known - _first_set(statement):
             return min(taken)
         known |= sets(statement)
-    taken = (free(loop.loss) & later) - known
+    taken = (reads(loop.loss) & later) - known
     return min(taken, default="")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.api.adoption.loop import BatchLoop, Unfit, carried
-from headrace.api.adoption.syntax import called, free, needed, reads, replaced, sets, text_of
+from headrace.api.adoption.syntax import called, needed, reads, replaced, sets, text_of
 
 BATCH = "batch"
 
@@ -45,7 +45,7 @@ def read_step(loop: BatchLoop) -> JobStep:
     """
     model = loop.names["model"]
     body = [each for each in loop.body if not _is_called(each, "zero_grad") and not _is_called(each, "train")]
-    kept, names = needed(body, free(loop.loss))
+    kept, names = needed(body, reads(loop.loss))
     if loop.number in names:
         raise Unfit(f"line {loop.node.lineno}: the loss depends on {loop.number}, the number of the batch")
     for scope in loop.scopes:
@@ -71,7 +71,7 @@ def read_step(loop: BatchLoop) -> JobStep:
         {"inputs": "whole", "target": "whole", "loss": 'lambda output, _: output["loss"]'},
         "step",
     )
-    needs = (free([*kept, loop.loss]) | {model.partition(".")[0]}) - sets(loop.batch)
+    needs = (reads([*kept, loop.loss]) | {model.partition(".")[0]}) - sets(loop.batch)
     needs -= set[str]().union(*(sets(each) for each in kept))
     if "whole" in fields.values():
         text = [f"def whole({BATCH}):\n    return {BATCH}", *text]
@@ -125,11 +125,11 @@ def _taken(loop: BatchLoop, kept: Sequence[ast.stmt], call: ast.Call) -> tuple[l
     own = f"{output}.loss"
     if text_of(result) == own and not later and fields.get("inputs") is None:
         return [], {"task": "hr.tasks.own_loss()"}, "{model}"
-    wanted = free([*later, result])
+    wanted = reads([*later, result])
     before, _ = needed(first, wanted)
     names = sets(loop.batch)
     pair = isinstance(loop.batch, ast.Tuple) and len(loop.batch.elts) == 2 and all(map(_names_store, loop.batch.elts))
-    if pair and not before and (free([*later, result]) & names) <= {_store(loop.batch, 1)}:
+    if pair and not before and (reads([*later, result]) & names) <= {_store(loop.batch, 1)}:
         head = f"def loss({output}, {_store(loop.batch, 1)}):"
         if fields.get("inputs") not in (None, "0"):
             fields["target"] = "1"
@@ -146,7 +146,7 @@ def _given(loop: BatchLoop, first: Sequence[ast.stmt], call: ast.Call) -> tuple[
     """Returns how the model's input is taken from a batch."""
     batch = loop.batch
     arguments = [*call.args, *(each.value for each in call.keywords)]
-    before, _ = needed(first, free(arguments))
+    before, _ = needed(first, reads(arguments))
     names = [text_of(each) for each in call.args]
     if not before and isinstance(batch, ast.Tuple) and all(map(_names_store, batch.elts)):
         places = [_store(batch, place) for place in range(len(batch.elts))]

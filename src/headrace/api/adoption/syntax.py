@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import builtins
 import copy
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -120,11 +119,6 @@ def needed(statements: Sequence[ast.stmt], names: set[str]) -> tuple[list[ast.st
                 names |= reads(statement)
         if len(kept) == before:
             return [each for each in statements if each in kept], names
-
-
-def free(node: ast.AST | Iterable[ast.AST]) -> set[str]:
-    """Returns the names that are read, without those of Python itself."""
-    return reads(node) - set(dir(builtins))
 
 
 def text_of(statement: ast.AST) -> str:

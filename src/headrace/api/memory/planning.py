@@ -97,10 +97,9 @@ def plan_memory(job: Job, strategy: str | Strategy, choices: bool = True) -> Mem
 
 
 def stages_of(strategy: Strategy, workers: int = 1) -> Stages | None:
-    """Returns how a strategy divides one replica into stages; None where it does not, or does more besides."""
+    """Returns how a strategy divides one replica into stages; None where it does not."""
     division = strategy.behave(workers).division
-    alone = "stages" in describe_options(strategy)
-    return division if isinstance(division, Stages) and alone else None
+    return division if isinstance(division, Stages) else None
 
 
 def _fullest(roles: Mapping[str, RankMemory]) -> RankMemory:
@@ -116,7 +115,7 @@ def _choices(job: Job, strategy: Strategy, workers: int) -> Iterator[tuple[str, 
     own = describe_options(strategy)
     if stages_of(strategy):
         for name, value in {"recompute": "always", "schedule": "1f1b"}.items():
-            if own[name] != value:
+            if own.get(name, value) != value:
                 yield f"{name}={value!r}", job, type(strategy)(**{**own, name: value})
     else:
         for recompute in ("full", "selective", OFFLOAD, None):
@@ -206,7 +205,7 @@ class _Planning:
             return {"worker 0": measured(0), **measure_servers(job, self._model, strategy, plan)}
         if not stages:
             return {"worker 0": measured(0)}
-        return {f"rank {rank}": measured(rank) for rank in range(plan.workers)}
+        return {f"rank {rank}": measured(rank) for rank in range(plan.workers // plan.replicas)}
 
     def _messages(self, job: Job, count: int, plan: Plan, build: Callable[[], nn.Module]) -> Mapping[int, Messages]:
         share = self.share

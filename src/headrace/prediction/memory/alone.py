@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,19 +24,27 @@ class _Endless:
 
 
 class OneOfGroup(ProcessGroup):
-    """Rank `rank` of `world`; `shared` returns memory that all of them see, of so many bytes."""
+    """Rank `rank` of `world`; `shared` returns memory that all of them see, of so many bytes.
+
+    `stage` returns the channels of a rank of a pipeline: of this group, or of one within it.
+    """
 
     alike = True
 
-    def __init__(self, rank: int, world: int, shared: Callable[[int], Tensor]) -> None:
+    def __init__(
+        self, rank: int, world: int, shared: Callable[[int], Tensor], stage: Callable[..., Any] | None = None
+    ) -> None:
         self.rank = rank
         self.world = world
         self.ends = FinishedRanks([_Endless()] * world)
         self._shared = shared
+        self._stage = stage
+        if stage is not None:
+            self.channels = partial(stage, rank)
         self._slots: tuple[Tensor, ...] = ()
 
     def subgroup(self, members: Sequence[int]) -> OneOfGroup:
-        return OneOfGroup(list(members).index(self.rank), len(members), self._shared)
+        return OneOfGroup(list(members).index(self.rank), len(members), self._shared, self._stage)
 
     def barrier(self) -> None:
         """Returns at once: no other rank is there."""

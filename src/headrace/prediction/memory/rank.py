@@ -76,9 +76,13 @@ class HollowRank:
             module = self.build()
             if self.hosted:
                 memory.find_hosted = partial(_parts, module)
-            group = OneOfGroup(self.rank, self.plan.workers, memory.share)
-            group.channels = lambda edges, schedule, whole: OneRanksChannels(
-                edges, schedule, self.rank, whole, self.sent, memory.share
+            group = OneOfGroup(
+                self.rank,
+                self.plan.workers,
+                memory.share,
+                lambda rank, edges, schedule, whole: OneRanksChannels(
+                    edges, schedule, rank, whole, self.sent, memory.share
+                ),
             )
             replica = self._replica(memory, module, group, closing)
             if self.job.options.offloads:

@@ -14,6 +14,7 @@ from headrace.cli.commands.launch import is_job, stdout_for_results
 from headrace.cli.commands.verification.verify import of_script
 from headrace.cli.engines import refuse_launcher
 from headrace.cli.jobfile import check_file, load_job
+from headrace.cli.options import MOST_SECONDS
 from headrace.cli.output import Answer, say, writing
 from headrace.errors import HeadraceError, JobError, UsageError
 from headrace.machine import disk
@@ -53,9 +54,11 @@ def adopt(
     output: Annotated[Path | None, option("--output FILE", "Default: SCRIPT_job.py or SCRIPT_setup.py.")] = None,
     workers: Annotated[int, option("--workers N", "How many processes the proof has.", min=2)] = 2,
     steps: Annotated[int, option("--steps N", "How many of the script's steps are seen.", min=2)] = 12,
-    limit: Annotated[float, option("--limit SECONDS", "How long the script may take for them.", min=1)] = 300.0,
+    limit: Annotated[
+        float, option("--limit SECONDS", "How long the script may take for them.", min=1, max=MOST_SECONDS)
+    ] = 300.0,
 ) -> None:
-    """Make a job of a training script, and prove it against the script.
+    """Make a job of a training script, and prove it.
 
     The script runs until it has made --steps. What its loop does becomes a job, whose steps must be those of the
     script bit for bit, and whose several workers must train as one. A script that is no job gets the two lines of
