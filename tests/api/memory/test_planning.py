@@ -231,6 +231,15 @@ def test_a_pipeline_is_planned_rank_by_rank() -> None:
     assert 2 * 32 * result <= large.activations <= 5 * 32 * result
 
 
+def test_stages_that_are_sharded_are_planned_for_the_ranks_of_one_replica() -> None:
+    divided = plan_memory(job(batch=128), hr.Hybrid(hr.FullySharded(2), hr.Pipeline(2, 4)), choices=False)
+    assert divided.roles.keys() == {"rank 0", "rank 1"}
+    for memory in divided.roles.values():
+        # A quarter in parts, and a stage that is gathered.
+        assert near(memory.parameters + memory.gathered, 3 * PARAMETERS // 4)
+        assert near(memory.state, 2 * PARAMETERS // 4)
+
+
 def test_a_schedule_and_recomputation_are_choices_of_a_pipeline() -> None:
     plan = plan_memory(job(batch=1024), hr.Pipeline(2, 8))
     assert {"recompute='always'", "schedule='1f1b'"} <= plan.choices.keys()
@@ -296,7 +305,9 @@ class Looking(nn.Linear):
 @pytest.mark.parametrize(
     ("given", "strategy", "error", "told"),
     [
+        (job(), hr.Hybrid(hr.Pipeline(2), hr.TensorParallel(2)), UsageError, "a stage of a pipeline waits"),
         (job(), hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2)), UsageError, "a stage of a pipeline waits"),
+        (job(), hr.Hybrid(hr.ParameterServer(2, servers=2), hr.Pipeline(2)), UsageError, "a stage of a pipeline waits"),
         (job(), hr.ParameterServer(2, backups=1), UsageError, "backups=1 copies what a server holds"),
         (job(), hr.Downpour(2, transport="tcp"), UsageError, "transport='tcp' holds what is on its way"),
         (job(optimizer=torch.optim.LBFGS), hr.Sandblaster(2), UsageError, "the servers of sandblaster"),

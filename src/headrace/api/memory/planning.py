@@ -97,9 +97,10 @@ def plan_memory(job: Job, strategy: str | Strategy, choices: bool = True) -> Mem
 
 
 def stages_of(strategy: Strategy, workers: int = 1) -> Stages | None:
-    """Returns how a strategy divides one replica into stages; None where it does not."""
+    """Returns how a strategy divides one replica into stages, which may be sharded; None where it does not."""
     division = strategy.behave(workers).division
-    return division if isinstance(division, Stages) else None
+    known = all({"stages", "offload"} & describe_options(each).keys() for each in levels_of(strategy))
+    return division if isinstance(division, Stages) and known else None
 
 
 def _fullest(roles: Mapping[str, RankMemory]) -> RankMemory:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -69,7 +70,7 @@ class HollowRank:
     def measure(self) -> RankMemory:
         """Builds it, and trains until the optimizer's state is what it will stay."""
         memory = HollowMemory()
-        with ExitStack() as closing, warnings.catch_warnings(), memory:
+        with ExitStack() as closing, warnings.catch_warnings(), _collecting_never(), memory:
             warnings.simplefilter("ignore")
             for each in self.lent:
                 memory.lend(each)
@@ -106,6 +107,7 @@ class HollowRank:
 
     def _steps(self, memory: HollowMemory, replica: Replica, share: Share, round_: int) -> None:
         """Does a round, or as many as there are until all goes on as it began."""
+        gc.collect()
         if not isinstance(replica.sync, DataLeases):
             self._step(memory, replica, share, round_)
             return
@@ -190,6 +192,18 @@ class HollowRank:
         # Of steps of its own beside servers.
         state = 0 if updater else exchange.memory()[1]
         return found | {"state": found["state"] + state, "activations": found["activations"] - state}
+
+
+@contextmanager
+def _collecting_never() -> Iterator[None]:
+    """Leaves cycles of references as they are, so that a plan has what a worker holds at most between collections."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _Copies:
