@@ -173,8 +173,9 @@ def _as_job(script: Path, path: Path, facts: Facts, folder: Path, workers: int) 
             raise Unfit(f"{workers} workers would train something else: {found.cause}")
     except BaseException as error:
         path.unlink()
-        if isinstance(error, HeadraceError):
-            raise Unfit(str(error)) from error
+        if isinstance(error, Exception) and not isinstance(error, Unfit):
+            # The script's own code fails where a job tries it, as on a batch of one example.
+            raise Unfit(f"as a job it fails: {error}") from error
         raise
     return made.left_out
 
