@@ -85,6 +85,11 @@ LOSS = "        loss = functional.cross_entropy(model(x), y)\n"
             "trains in more than one place",
         ),
         ("total += loss.item()", "total += loss.item()\n        model.eval()", "trains in eval mode"),
+        (
+            "total += loss.item()",
+            "total += loss.item()\nfor x in loader: fit(x)\ndef fit(x): x.backward()",
+            "trains once more",
+        ),
     ],
 )
 def test_a_line_that_may_change_the_training_makes_a_script_no_job(old: str, new: str, says: str) -> None:
@@ -184,6 +189,25 @@ def test_functions_are_read_as_they_are_called(old: str, new: str, says: str) ->
     source = FUNCTIONS.replace("def main", halve).replace(old, new, 1)
     with pytest.raises(Unfit, match=says):
         write_job("train.py", source, facts_of_functions(source))
+
+
+@pytest.mark.parametrize("again", ["main()\n", "def twice():\n    main()\n\n\ntwice()\n"])
+def test_a_script_that_trains_twice_by_one_function_is_no_job(again: str) -> None:
+    source = FUNCTIONS + "\n" + again
+    with pytest.raises(Unfit, match="trains once more"):
+        write_job("train.py", source, facts_of_functions(source))
+
+
+def test_a_second_training_behind_the_two_lines_is_refused() -> None:
+    source = FUNCTIONS.replace(
+        '    torch.save(net.state_dict(), "net.pt")', "    train(args, net, device, held_in, opt, 9)"
+    )
+    assert source != FUNCTIONS
+    with pytest.raises(Unfit, match="trains once more, which is not seen"):
+        write_setup(source, facts_of_functions(source))
+    # Here the two lines are called again.
+    again = FUNCTIONS + "\nmain()\n"
+    assert "hr.setup(net, opt, held_in)" in write_setup(again, facts_of_functions(again))
 
 
 def test_functions_that_look_are_left_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,19 @@ from api.adoption.scripts import PLAIN
 from headrace.cli import run
 
 Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Callable[..., str]:
+    """Adopts a script, which is refused; returns what is said."""
+    monkeypatch.chdir(tmp_path)
+
+    def adopt(text: str, *arguments: str) -> str:
+        Path("train.py").write_text(text)
+        assert run(["adopt", "train.py", *arguments]) == 2
+        return capsys.readouterr().err
+
+    return adopt
 
 
 @pytest.mark.parametrize(
@@ -25,23 +39,14 @@ Capture = pytest.CaptureFixture[str]
         ("import headrace as hr\n\n\ndef job():\n    return hr.Job()\n", "defines a job: train it by `headrace train"),
     ],
 )
-def test_a_script_that_is_none_for_one_device_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, text: str, says: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(text)
-    assert run(["adopt", "train.py"]) == 2
-    assert says in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+def test_a_script_that_is_none_for_one_device_is_refused(told: Callable[..., str], text: str, says: str) -> None:
+    assert says in told(text)
+    assert [path.name for path in Path().iterdir()] == ["train.py"]
 
 
-def test_an_option_of_the_script_is_the_scripts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text("'--workers'\n")
-    assert run(["adopt", "train.py", "--workers", "3"]) == 2
-    assert "train.py has an option --workers of its own, as headrace adopt has" in capsys.readouterr().err
+def test_an_option_of_the_script_is_the_scripts(told: Callable[..., str]) -> None:
+    said = told("'--workers'\n", "--workers", "3")
+    assert "train.py has an option --workers of its own, as headrace adopt has" in said
 
 
 @pytest.mark.slow
@@ -53,21 +58,13 @@ def test_an_option_of_the_script_is_the_scripts(
         ("print('nothing')\n", "it makes no backward pass, so nothing is trained"),
     ],
 )
-def test_a_script_that_does_not_train_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, text: str, says: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(text)
-    assert run(["adopt", "train.py"]) == 2
-    assert says in capsys.readouterr().err
+def test_a_script_that_does_not_train_is_told(told: Callable[..., str], text: str, says: str) -> None:
+    assert says in told(text)
 
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_a_file_that_exists_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(PLAIN)
+def test_a_file_that_exists_is_left(told: Callable[..., str]) -> None:
     Path("train_job.py").write_text("mine")
-    assert run(["adopt", "train.py"]) == 2
-    assert "train_job.py exists; delete it, or give --output another name" in capsys.readouterr().err
+    assert "train_job.py exists; delete it, or give --output another name" in told(PLAIN)
     assert Path("train_job.py").read_text() == "mine"

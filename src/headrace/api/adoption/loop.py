@@ -111,6 +111,9 @@ def find_loop(tree: ast.Module, facts: Facts) -> BatchLoop:
         raise Unfit(
             f"line {epochs[-1].lineno}: the loop over batches stands in {len(epochs)} others, and a job has epochs"
         )
+    for later in (one for scope in scopes for one in scope.after):
+        if trains(later, tree):
+            raise Unfit(f"line {later.lineno} trains once more: {text_of(later).splitlines()[0]}")
     batch, number = _target(node)
     backward = [
         place
@@ -142,6 +145,24 @@ def find_loop(tree: ast.Module, facts: Facts) -> BatchLoop:
         loss=call.value.func.value,
         after=node.body[backward[0] + 1 :],
     )
+
+
+def trains(statement: ast.AST, tree: ast.Module) -> bool:
+    """Tells whether a statement makes a backward pass, or calls a function of the script that does."""
+    found: set[str] = set()
+    while True:
+        more = {
+            node.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and node.name not in found and _calls(node, {"backward", *found})
+        }
+        if not more:
+            return _calls(statement, {"backward", *found})
+        found |= more
+
+
+def _calls(node: ast.AST, names: set[str]) -> bool:
+    return any(isinstance(each, ast.Call) and called(each) in names for each in ast.walk(node))
 
 
 def _node_of(tree: ast.Module, frame: Frame) -> ast.Module | ast.FunctionDef | None:

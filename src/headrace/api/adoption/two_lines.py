@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 
 from headrace.api.adoption.facts import Facts
-from headrace.api.adoption.loop import LoopScope, Unfit, find_scopes
+from headrace.api.adoption.loop import LoopScope, Unfit, find_scopes, trains
 from headrace.api.adoption.syntax import called, root, sets, text_of
 
 IMPORT = "import headrace as hr"
@@ -23,7 +23,7 @@ def write_setup(source: str, facts: Facts, summed: bool = False) -> str:
     """
     tree, lines = ast.parse(source), source.splitlines()
     scopes = find_scopes(tree, facts)
-    scope, statement = _place(scopes, facts)
+    scope, statement = _place(tree, scopes, facts)
     names = scope.frame.names
     indent = " " * statement.col_offset
     loader, more = names.get("loader"), ', reduction="sum"' if summed else ""
@@ -43,7 +43,7 @@ def write_setup(source: str, facts: Facts, summed: bool = False) -> str:
     return "\n".join([*made, *added.get(len(lines), ())]) + "\n"
 
 
-def _place(scopes: Sequence[LoopScope], facts: Facts) -> tuple[LoopScope, ast.stmt]:
+def _place(tree: ast.Module, scopes: Sequence[LoopScope], facts: Facts) -> tuple[LoopScope, ast.stmt]:
     """Returns the outermost function that knows all that is trained, and the statement before which it is set up."""
     wanted = {
         f"{role}{f' {number}' * bool(number)}" for number in range(facts.optimizers) for role in ("model", "optimizer")
@@ -63,6 +63,9 @@ def _place(scopes: Sequence[LoopScope], facts: Facts) -> tuple[LoopScope, ast.st
                 raise Unfit(
                     f"line {statement.lineno}: {name} is made anew in the loop, and hr.setup is called once for each"
                 )
+        for each in (one for inner in scopes[place:] for one in inner.after):
+            if trains(each, tree):
+                raise Unfit(f"line {each.lineno} trains once more, which is not seen: {text_of(each).splitlines()[0]}")
         return scope, statement
     missing = sorted(wanted - set().union(*(scope.frame.names for scope in scopes)))
     what = f"nothing names the {missing[0]}" if missing else "no function that runs once has all"

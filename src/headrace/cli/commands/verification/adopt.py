@@ -103,7 +103,7 @@ def _lines(
     return [
         f"{path}: the job of {script.name}",
         f"proved: {facts.steps} steps of the script, bit for bit; {workers} workers train as one",
-        *(["a job has no place for these lines, which do not change what is trained:", *left] if left else []),
+        *(["a job has no place for these lines:", *left] if left else []),
         f"next: headrace train {path} --strategy mirrored --workers {workers}",
     ]
 
