@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,8 @@ from headrace.cli.engines import refuse_launcher
 from headrace.cli.jobfile import check_file, load_job
 from headrace.cli.options import MOST_SECONDS
 from headrace.cli.output import Answer, say, writing
-from headrace.errors import HeadraceError, JobError, UsageError
+from headrace.engine.base import end_with, leave_alone
+from headrace.errors import HeadraceError, JobError, RunFailed, UnknownName, UsageError
 from headrace.machine import disk
 from headrace.machine.temporary import temporary_folder
 
@@ -65,7 +67,10 @@ def adopt(
     `hr.setup`, which are proved, too; where nothing is proved nothing is written. The script stays as it is.
     """
     refuse_launcher("adopt")
+    if str(script).startswith("-"):
+        raise UnknownName("option of headrace adopt", str(script).partition("=")[0], OPTIONS)
     check_file(script, "script")
+    path = _path(script, output, "job")
     given = list(arguments or ())
     _refuse_parallel(script)
     from headrace.api.adoption.facts import read_facts
@@ -79,7 +84,6 @@ def adopt(
             raise JobError(f"{script}: {facts.problem}")
         reason, left = "", tuple[str, ...]()
         try:
-            path = _path(script, output, "job")
             left = _as_job(script, path, facts, folder, workers)
             form = "job"
         except Unfit as error:
@@ -141,14 +145,18 @@ def _run_alone(script: Path, arguments: Sequence[str], folder: Path, steps: int,
     said = folder / "output.txt"
     command = [sys.executable, "-m", dry_run.__name__, str(folder), str(steps), str(script), *arguments]
     with said.open("w") as stream:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT)
+        end_with(process.pid)
         try:
-            code = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, timeout=limit, check=False
-            ).returncode
+            code = process.wait(limit)
         except subprocess.TimeoutExpired as error:
             raise JobError(
                 f"{script} has not made {steps} steps in {limit:g} s; give fewer --steps, or a longer --limit"
             ) from error
+        finally:
+            process.kill()
+            leave_alone(process.pid)
+            process.wait()
     if code:
         last = "\n".join(said.read_text(errors="replace").splitlines()[-12:])
         raise JobError(f"{script} itself ended with exit code {code} before it had made {steps} steps:\n{last}")
@@ -162,22 +170,33 @@ def _as_job(script: Path, path: Path, facts: Facts, folder: Path, workers: int) 
     from headrace.strategies import resolve
 
     made = write_job(script.name, script.read_text(encoding="utf-8"), facts)
-    with writing("the job", path, "--output"):
-        path.write_text(made.text, encoding="utf-8")
-    try:
-        job = load_job(path)
-        prove(job, facts, folder)
-        say(f"a job with its steps; now {workers} workers")
-        found = verify(job, resolve("mirrored", workers), run_dir=folder / "run", say=lambda _: None)
-        if not found.equal:
-            raise Unfit(f"{workers} workers would train something else: {found.cause}")
-    except BaseException as error:
-        path.unlink()
-        if isinstance(error, Exception) and not isinstance(error, Unfit):
+    with _drafted(path, made.text) as draft:
+        try:
+            job = load_job(draft)
+            prove(job, facts, folder)
+            say(f"a job with its steps; now {workers} workers")
+            found = verify(job, resolve("mirrored", workers), run_dir=folder / "run", say=lambda _: None)
+        except Unfit:
+            raise
+        except Exception as error:
             # The script's own code fails where a job tries it, as on a batch of one example.
             raise Unfit(f"as a job it fails: {error}") from error
-        raise
+        if not found.equal:
+            raise Unfit(f"{workers} workers would train something else: {found.cause}")
     return made.left_out
+
+
+@contextmanager
+def _drafted(path: Path, text: str) -> Iterator[Path]:
+    """Has a file of another name until the body ends well: what is not proved never has the name that is asked for."""
+    draft = path.with_name(f"{path.stem}_unproved.py")
+    with writing("the file", path, "--output"):
+        draft.write_text(text, encoding="utf-8")
+    try:
+        yield draft
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _with_setup(script: Path, path: Path, facts: Facts, arguments: Sequence[str], workers: int) -> None:
@@ -191,19 +210,14 @@ def _with_setup(script: Path, path: Path, facts: Facts, arguments: Sequence[str]
             text = write_setup(source, facts, summed)
         except Unfit as error:
             raise JobError(f"{script} is no job, and has no place for hr.setup: {error}") from error
-        with writing("the script", path, "--output"):
-            path.write_text(text, encoding="utf-8")
         say(f"with hr.setup{', the loss taken for a sum' * summed}: {workers} processes")
         try:
-            if of_script(path, arguments, workers, min(6, facts.steps)).equal:
-                return
-            failures.append("its processes would train something else than the script alone")
+            with _drafted(path, text) as draft:
+                if not of_script(draft, arguments, workers, min(6, facts.steps)).equal:
+                    raise RunFailed("its processes would train something else than the script alone")
+            return
         except HeadraceError as error:
             failures.append(str(error))
-        except BaseException:
-            path.unlink()
-            raise
-        path.unlink()
     raise JobError(
         f"{script} is no job, and hr.setup alone does not carry it: {failures[0]}; docs/guide/plain-scripts.md says "
         "what a loop asks of its processes"
