@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -163,40 +163,42 @@ def finders() -> Collection[str]:
     return {mutant.tests.partition("[")[0] for mutant in mutants()}
 
 
-def mark_of(item: pytest.Function) -> str:
-    """Returns which of `MARKS` counts for a test; without any, `every` if it finds a planted fault, else ""."""
-    finds = item.nodeid.partition("[")[0] in finders()
-    mark = next((mark for mark in MARKS if item.get_closest_marker(mark)), "every" if finds else "")
+def mark_of(name: str, own: Collection[str]) -> str:
+    """Returns which of `MARKS` counts for a test; without any, `every` if it finds a planted fault, else "".
+
+    Args:
+        name: without its case.
+        own: names of all marks that it has.
+    """
+    finds = name in finders()
+    mark = next((mark for mark in MARKS if mark in own), "every" if finds else "")
     # Of slow ones most start processes: seconds of a core for each case.
     return "each_value" if finds and mark == "slow" else mark
 
 
-def slow_ones(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yields the slow tests that the usual run leaves out: of each file but the first, and those that find a fault."""
-    first: dict[Path, str] = {}
-    for item in items:
-        name = item.nodeid.partition("[")[0]
-        if item.get_closest_marker("slow") and name not in finders() and name != first.setdefault(item.path, name):
-            yield item
-
-
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps a cover of the parameters of each test marked so, and no test marked `full`."""
+    """Keeps a cover of the parameters of each test marked so, and no test marked `full`.
+
+    Of slow tests the first of each file stays, and those that find a fault.
+    """
     groups: dict[tuple[str, str, str], list[pytest.Function]] = {}
-    dropped: list[pytest.Item] = []
+    first: dict[Path, str] = {}
+    gone: set[int] = set()
     for item in items:
-        if item.get_closest_marker("full"):
-            dropped.append(item)
-        elif isinstance(item, pytest.Function) and "callspec" in vars(item):
-            groups.setdefault((mark_of(item), str(item.path), item.originalname), []).append(item)
-    dropped += slow_ones(item for item in items if not item.get_closest_marker("full"))
+        own, name = {mark.name for mark in item.iter_markers()}, item.nodeid.partition("[")[0]
+        if "full" in own:
+            gone.add(id(item))
+            continue
+        if isinstance(item, pytest.Function) and "callspec" in vars(item):
+            groups.setdefault((mark_of(name, own), str(item.path), item.originalname), []).append(item)
+        if "slow" in own and name not in finders() and name != first.setdefault(item.path, name):
+            gone.add(id(item))
     for (mark, _, name), group in groups.items():
         cases = [{name: repr(value) for name, value in item.callspec.params.items()} for item in group]
         stay = set(kept(mark, name, cases))
-        dropped += [item for index, item in enumerate(group) if index not in stay]
-    if dropped:
-        config.hook.pytest_deselected(items=dropped)
-        gone = set(map(id, dropped))
+        gone |= {id(item) for index, item in enumerate(group) if index not in stay}
+    if gone:
+        config.hook.pytest_deselected(items=[item for item in items if id(item) in gone])
         items[:] = [item for item in items if id(item) not in gone]
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from accelerator.in_processes import run
 
-pytest.importorskip("accelerate")
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("accelerate") is None, reason="compares with accelerate"),
+]
 
 
 def test_the_numbers_are_those_of_accelerate(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import shutil
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,15 +19,19 @@ from headrace.checkpoint.remote import RemoteFolder
 from headrace.errors import UnfitMachine
 from headrace.spec.events import Notice
 
-moto_server = pytest.importorskip("moto.server", reason='needs a server of S3: pip install "moto[s3,server]"')
-s3fs = pytest.importorskip("s3fs", reason='needs a client of S3: pip install "headrace[remote]"')
-
 URL = "s3://bucket/runs/a"
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def s3fs() -> Any:
+    """The client, imported by the tests alone: each process that collects them would import it, too."""
+    return pytest.importorskip("s3fs", reason='needs a client of S3: pip install "headrace[remote]"')
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch, s3fs: Any) -> Iterator[str]:
     """A bucket, which the client finds as it finds any other: by the environment."""
+    moto_server = pytest.importorskip("moto.server", reason='needs a server of S3: pip install "moto[s3,server]"')
     served = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     served.start()
     try:
@@ -45,7 +50,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_a_run_is_copied_to_s3_and_goes_on_from_there(bucket: str, tmp_path: Path) -> None:
+def test_a_run_is_copied_to_s3_and_goes_on_from_there(bucket: str, s3fs: Any, tmp_path: Path) -> None:
     own, remote = CheckpointFolder(tmp_path / "own"), RemoteFolder(URL)
     remote.require_writable()
     for step in (10, 20, 30):

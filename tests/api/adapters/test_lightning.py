@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import headrace as hr
 from headrace.errors import HeadraceError, UsageError
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    L: Any = pytest.importorskip("lightning.pytorch")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 INPUTS = torch.randn(45, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -52,36 +48,20 @@ def alone(module: Any) -> Any:
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
-class Classifier(L.LightningModule):
-    def __init__(self, configure: Configure = alone) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2)).double()
-        # One parameter in two places.
-        self.net[2].bias = self.net[0].bias
-        self.configure = configure
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any) -> None:
-        output = self.net(batch[0])
-        self.log("val_loss", nn.functional.cross_entropy(output, batch[1]), prog_bar=True)
-        self.log_dict({"val_accuracy": (output.argmax(1) == batch[1]).double().mean()})
-
-    def configure_optimizers(self) -> Any:
-        return self.configure(self)
+@pytest.fixture(scope="module")
+def modules() -> Any:
+    """Imported by the tests alone, not while any other is collected."""
+    return importlib.import_module("api.adapters.lightning_modules")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("configure", [one_cycle, by_epoch, alone])
-def test_the_numbers_of_lightnings_own_trainer(configure: Configure) -> None:
+def test_the_numbers_of_lightnings_own_trainer(configure: Configure, modules: Any) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    module = Classifier(configure)
+    module = modules.Classifier(configure)
     before, theirs = copy.deepcopy(module.state_dict()), copy.deepcopy(module)
     plain = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
-    trainer = L.Trainer(max_epochs=4, accelerator="cpu", devices=1, gradient_clip_val=0.3, **plain)
+    trainer = modules.L.Trainer(max_epochs=4, accelerator="cpu", devices=1, gradient_clip_val=0.3, **plain)
     trainer.fit(theirs, loader(), loader(21, batch_size=8))
     options = hr.Options(clip_norm=0.3)
     job = hr.from_lightning(module, loader(), loader(21, batch_size=8), epochs=4, options=options)
@@ -94,54 +74,39 @@ def test_the_numbers_of_lightnings_own_trainer(configure: Configure) -> None:
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
 
 
-class Indexed(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = super().training_step(batch, batch_idx)
-        return loss if batch_idx == 0 else 2 * loss
-
-
-class Epochs(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = self.current_epoch * self.net(batch[0]).mean()
-        return loss
-
-
-class Hooked(Classifier):
-    def on_after_backward(self) -> None:
-        """Does nothing."""
-
-
-class Manual(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 def plateau(module: Any) -> Any:
     optimizer = alone(module)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
 
 
+def twice(module: Any) -> Any:
+    return [alone(module), alone(module)]
+
+
 @pytest.mark.parametrize(
-    ("module", "data", "message"),
+    ("build", "data", "message"),
     [
-        (nn.Linear(1, 1), None, "takes a LightningModule, got Linear"),
-        (Epochs(), loader(), r"test_lightning.py:\d+: training_step uses current_epoch"),
-        (Hooked(), loader(), "Hooked defines on_after_backward"),
-        (Manual(), loader(), "automatic_optimization=False"),
-        (Classifier(plateau), loader(), "ReduceLROnPlateau follows a metric"),
-        (Classifier(lambda module: [alone(module), alone(module)]), loader(), "gives 2 optimizers"),
-        (Classifier(), loader(drop_last=True), "without drop_last"),
-        (Classifier(), None, "there is no data"),
+        (lambda _: nn.Linear(1, 1), None, "takes a LightningModule, got Linear"),
+        (
+            lambda modules: modules.Epochs(alone),
+            loader(),
+            r"lightning_modules.py:\d+: training_step uses current_epoch",
+        ),
+        (lambda modules: modules.Hooked(alone), loader(), "Hooked defines on_after_backward"),
+        (lambda modules: modules.Manual(alone), loader(), "automatic_optimization=False"),
+        (lambda modules: modules.Classifier(plateau), loader(), "ReduceLROnPlateau follows a metric"),
+        (lambda modules: modules.Classifier(twice), loader(), "gives 2 optimizers"),
+        (lambda modules: modules.Classifier(alone), loader(drop_last=True), "without drop_last"),
+        (lambda modules: modules.Classifier(alone), None, "there is no data"),
     ],
 )
-def test_what_a_job_does_not_carry_is_refused(module: Any, data: Any, message: str) -> None:
+def test_what_a_job_does_not_carry_is_refused(build: Any, data: Any, message: str, modules: Any) -> None:
     with pytest.raises(UsageError, match=message):
-        hr.from_lightning(module, data, epochs=1)
+        hr.from_lightning(build(modules), data, epochs=1)
 
 
 @pytest.mark.slow
-def test_the_index_of_a_batch_is_refused_before_the_start() -> None:
+def test_the_index_of_a_batch_is_refused_before_the_start(modules: Any) -> None:
     with pytest.raises(HeadraceError, match="a step uses batch_idx"):
-        hr.fit(hr.from_lightning(Indexed(), loader(), epochs=1), engine=hr.ThreadEngine())
+        hr.fit(hr.from_lightning(modules.Indexed(alone), loader(), epochs=1), engine=hr.ThreadEngine())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,14 @@ from torch import nn
 import headrace as hr
 from headrace.errors import UsageError
 
-pytest.importorskip("accelerate")
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _accelerate() -> None:
+    """Trainer needs it. Both take seconds to import, which not every process that collects tests should."""
+    pytest.importorskip("accelerate")
+
 
 SIZES = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -58,7 +65,7 @@ def classifier() -> nn.Module:
     return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, num_labels=3, **none)).double()
 
 
-def make_trainer(folder: Path, kind: type = transformers.Trainer, model: Any = None, **more: Any) -> Any:
+def make_trainer(folder: Path, kind: type | None = None, model: Any = None, **more: Any) -> Any:
     given = {name: more.pop(name) for name in ("callbacks", "compute_metrics") if name in more}
     classes = 3 if isinstance(model, transformers.BertForSequenceClassification) else 0
     settings = {
@@ -67,7 +74,9 @@ def make_trainer(folder: Path, kind: type = transformers.Trainer, model: Any = N
         "warmup_steps": 3, "lr_scheduler_type": "cosine", "train_sampling_strategy": "sequential", **more,
     }  # fmt: skip
     arguments = transformers.TrainingArguments(**settings)
-    return kind(model=model or tokens(), args=arguments, train_dataset=examples(22, classes), **given)
+    return (kind or transformers.Trainer)(
+        model=model or tokens(), args=arguments, train_dataset=examples(22, classes), **given
+    )
 
 
 @pytest.mark.slow
@@ -86,25 +95,30 @@ def test_the_numbers_of_its_own_run(build: Any, accumulate: int, tmp_path: Path)
             torch.testing.assert_close(run.model.state_dict()[name], value, rtol=1e-9, atol=1e-9)
 
 
-class OwnLoss(transformers.Trainer):
-    def compute_loss(self, *given: Any, **more: Any) -> Any:
-        return super().compute_loss(*given, **more)
+def own_loss() -> type:
+    class OwnLoss(transformers.Trainer):
+        def compute_loss(self, *given: Any, **more: Any) -> Any:
+            return super().compute_loss(*given, **more)
+
+    return OwnLoss
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kind": OwnLoss}, "OwnLoss defines compute_loss"),
-        ({"label_smoothing_factor": 0.1, "model": classifier()}, "label_smoothing_factor=0.1"),
-        ({"gradient_checkpointing": True, "model": classifier()}, "gradient_checkpointing=True"),
-        ({"callbacks": [transformers.EarlyStoppingCallback()]}, "EarlyStoppingCallback may change the loop"),
-        ({"compute_metrics": len}, "was given compute_metrics"),
-        ({"model": classifier(), "gradient_accumulation_steps": 2}, "leaves num_items_in_batch aside"),
+        (lambda: {"kind": own_loss()}, "OwnLoss defines compute_loss"),
+        (lambda: {"label_smoothing_factor": 0.1, "model": classifier()}, "label_smoothing_factor=0.1"),
+        (lambda: {"gradient_checkpointing": True, "model": classifier()}, "gradient_checkpointing=True"),
+        (lambda: {"callbacks": [transformers.EarlyStoppingCallback()]}, "EarlyStoppingCallback may change the loop"),
+        (lambda: {"compute_metrics": len}, "was given compute_metrics"),
+        (lambda: {"model": classifier(), "gradient_accumulation_steps": 2}, "leaves num_items_in_batch aside"),
     ],
 )
-def test_what_a_job_does_not_carry_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_a_job_does_not_carry_is_refused(
+    settings: Callable[[], dict[str, Any]], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match=message):
-        hr.from_trainer(make_trainer(tmp_path, **settings))
+        hr.from_trainer(make_trainer(tmp_path, **settings()))
 
 
 def test_something_else_is_refused() -> None:
