@@ -75,6 +75,26 @@ def real_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", PYTHON)
 
 
+def _name_no_test() -> None:
+    os.environ["PYTEST_CURRENT_TEST"] = "one of headrace's"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    """Lets all tests have one environment, as a program has, and so share the processes that runs are started from.
+
+    pytest puts each test's name into the environment. Where that has changed, the next run starts another fork server,
+    which imports again what this process has imported: of transformers alone that is seconds for each test.
+    """
+    _name_no_test()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call() -> None:
+    """As for fixtures: pytest names the test once more before it calls it."""
+    _name_no_test()
+
+
 LONGEST = (
     "test_mixed_devices.py",
     "test_add_a_strategy.py",
