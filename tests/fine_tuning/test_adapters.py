@@ -28,6 +28,8 @@ EQUAL: dict[str, hr.Strategy] = {
     "sharded slices": hr.Hybrid(hr.FullySharded(2), hr.TensorParallel(2)),
     "replicas of stages": hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2)),
 }
+USUAL = ("mirrored", "parameter_server", "fully_sharded", "pipeline", "tensor_parallel")
+"""Each way to divide a model or its state once; hybrids train adapters as their levels do."""
 APART: dict[str, hr.Strategy] = {
     "parameter_averaging": hr.ParameterAveraging(2),
     "downpour": hr.Downpour(2),
@@ -51,7 +53,7 @@ def require_trained(run: hr.Run, right: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.every
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name not in USUAL)) for name in EQUAL])
 def test_adapters_are_those_of_a_plain_loop(name: str, tmp_path: Path) -> None:
     # Half of the steps, a checkpoint, and the others.
     hr.fit(job_of(steps=2), EQUAL[name], device="cpu", engine=THREADS, run_dir=tmp_path)
