@@ -74,6 +74,16 @@ def test_the_numbers_of_lightnings_own_trainer(configure: Configure, modules: An
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
 
 
+@pytest.mark.slow
+def test_hooks_of_parameters_are_carried(modules: Any) -> None:
+    module = modules.Classifier()
+    before = copy.deepcopy(module.state_dict())
+    module.net[0].weight.register_hook(torch.zeros_like)
+    after = hr.fit(hr.from_lightning(module, loader(), epochs=1), hr.OneDevice()).model.module.state_dict()
+    assert torch.equal(after["net.0.weight"], before["net.0.weight"])
+    assert not torch.equal(after["net.3.weight"], before["net.3.weight"])
+
+
 def plateau(module: Any) -> Any:
     optimizer = alone(module)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)

@@ -95,6 +95,18 @@ def test_the_numbers_of_its_own_run(build: Any, accumulate: int, tmp_path: Path)
             torch.testing.assert_close(run.model.state_dict()[name], value, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
+def test_hooks_of_parameters_are_carried(tmp_path: Path) -> None:
+    model = tokens()
+    first, second = list(model.parameters())[:2]
+    before = [first.detach().clone(), second.detach().clone()]
+    first.register_hook(torch.zeros_like)
+    run = hr.fit(hr.from_trainer(make_trainer(tmp_path, model=model, weight_decay=0.0)), hr.OneDevice())
+    after = list(run.model.parameters())[:2]
+    assert torch.equal(after[0], before[0])
+    assert not torch.equal(after[1], before[1])
+
+
 def own_loss() -> type:
     class OwnLoss(transformers.Trainer):
         def compute_loss(self, *given: Any, **more: Any) -> Any:

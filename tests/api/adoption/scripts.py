@@ -140,6 +140,7 @@ def groups(model):
 
 
 model = nn.ModuleDict({"into": nn.Linear(6, 4), "back": nn.Linear(4, 6)})
+model["back"].weight.register_hook(lambda gradient: 0.5 * gradient)
 optimizer = torch.optim.AdamW(groups(model), lr=0.01, weight_decay=0.1)
 rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12)
 rows = [{"x": row, "name": f"row {place}"} for place, row in enumerate(inputs)]

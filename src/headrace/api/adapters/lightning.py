@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from headrace.data.sources.torch import from_torch
 from headrace.errors import UsageError
+from headrace.modules import copy_module
 from headrace.spec.job import Job
 from headrace.spec.options import Options
 
@@ -75,7 +76,7 @@ def from_lightning(
     _refuse(module, base)
     training = _training_loader(module, base, train_dataloader)
     validation = _loader(module, base, "val_dataloader", val_dataloader)
-    template = copy.deepcopy(module)
+    template = copy_module(module)
     given = _with_schedule(options or Options(), template)
     model = LightningSteps(template)
     return Job(

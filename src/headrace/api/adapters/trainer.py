@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import math
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from headrace.data.sources.torch import from_torch
 from headrace.errors import UsageError
 from headrace.machine.extras import import_package, remedy
-from headrace.modules import evaluating
+from headrace.modules import copy_module, evaluating
 from headrace.spec.job import Job
 from headrace.spec.options import Options
 from headrace.tasks import own_loss
@@ -64,7 +63,7 @@ def from_trainer(trainer: Any) -> Job:
     steps = args.max_steps if args.max_steps > 0 else None
     data = from_torch(loader)
     rounds = steps or math.ceil(args.num_train_epochs * math.ceil(len(data) / batch))
-    model = copy.deepcopy(trainer.model).cpu()
+    model = copy_module(trainer.model).cpu()
     if args.gradient_accumulation_steps > 1:
         _require_items(trainer, model, next(iter(loader)))
     kind, settings = trainer.get_optimizer_cls_and_kwargs(args, model)

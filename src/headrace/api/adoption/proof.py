@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from headrace.api.adoption.loop import Unfit
 from headrace.api.verification.plain_loop import PlainLoop
 from headrace.api.verification.recording import own_objective
 from headrace.data.pipeline.source import Epoch
-from headrace.modules import parameters_and_buffers, set_train_modes
+from headrace.modules import copy_module, parameters_and_buffers, set_train_modes
 from headrace.spec.job import Job, Share
 
 
@@ -27,7 +26,7 @@ def prove(job: Job, facts: Facts, folder: Path) -> None:
         Unfit: its parameters, losses or buffers are not those of the script, bit for bit.
     """
     assert isinstance(job.model, nn.Module)
-    model = copy.deepcopy(job.model)
+    model = copy_module(job.model)
     set_train_modes(model)
     _compare("the weights that it begins with", model, read_state(folder, 0), buffers=False)
     _compare_data(job.data, folder, facts.examples)
