@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 127_708
+LINES = 127_895
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_021
@@ -13,11 +13,11 @@ CORE = 15_021
 CLOSURES = {
     "data": 900,
     "data.loading.loader": 6_550,
-    "strategies.one_device": 10_070,
-    "strategies.mirrored": 11_250,
-    "strategies.central_storage": 13_320,
-    "worker.main": 20_530,
-    "engine.local.process": 22_190,
+    "strategies.one_device": 10_090,
+    "strategies.mirrored": 11_270,
+    "strategies.central_storage": 13_330,
+    "worker.main": 20_540,
+    "engine.local.process": 22_200,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_890,
     "api.fit": 33_640,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headrace.api.trials.learning_rate import LearningRates, find_learning_rate
     from headrace.api.verification.verification import Verification
     from headrace.api.verification.verify import verify
-    from headrace.averaging.outer_steps import Elastic, Nesterov
+    from headrace.averaging.outer_steps import Elastic, FedAdagrad, FedAdam, FedYogi, Momentum, Nesterov, OuterStep
     from headrace.engine.ray.engine import RayEngine
     from headrace.engine.threads import ThreadEngine
     from headrace.losses import linear_cross_entropy
@@ -93,6 +93,9 @@ __all__ = [
     "EarlyStopping",
     "Elastic",
     "ExpertParallel",
+    "FedAdagrad",
+    "FedAdam",
+    "FedYogi",
     "FullySharded",
     "Gossip",
     "Hybrid",
@@ -107,10 +110,12 @@ __all__ = [
     "ModelSpec",
     "ModelSummary",
     "Moment",
+    "Momentum",
     "MultiWorkerMirrored",
     "Nesterov",
     "OneDevice",
     "Options",
+    "OuterStep",
     "ParameterAveraging",
     "ParameterServer",
     "ParameterSet",
@@ -181,7 +186,7 @@ _MODULES = {
     "api.verification.verify": ("verify",),
     "api.plain_script.processes": ("ScriptProcesses",),
     "api.plain_script.setup": ("processes", "setup"),
-    "averaging.outer_steps": ("Elastic", "Nesterov"),
+    "averaging.outer_steps": ("Elastic", "FedAdagrad", "FedAdam", "FedYogi", "Momentum", "Nesterov", "OuterStep"),
     "engine.ray.engine": ("RayEngine",),
     "engine.threads": ("ThreadEngine",),
     "losses": ("linear_cross_entropy",),

@@ -2,6 +2,8 @@
 
 mean       local SGD: all workers go on from the mean
 Nesterov   DiLoCo: how far the mean has moved is a gradient, for SGD with Nesterov momentum
+Momentum   SlowMo, FedAvgM: the same with heavy-ball momentum
+FedAdam    FedOpt: the same with an adaptive rate for each element; FedYogi and FedAdagrad likewise
 Elastic    EASGD: each worker keeps its parameters, pulled towards a center, which is pulled towards the workers
 """
 
@@ -11,11 +13,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from headrace.errors import UnknownName, UsageError
+from headrace.registry import Registry
 
 
 class OuterStep(ABC):
@@ -40,12 +44,12 @@ class OuterStep(ABC):
     def step(self, state: Sequence[Tensor], mean: Tensor, copies: Sequence[Tensor], workers: int) -> None:
         """Changes what is kept, and the copies that are here: all, or this worker's. `mean` is of `workers` copies."""
 
-    def sgd(self) -> Mapping[str, float | bool]:
+    def sgd(self) -> Mapping[str, Any]:
         """Returns the options of a `torch.optim.SGD` that does the same, given the way of the mean as gradient.
 
         Raises UsageError if none does.
         """
-        raise UsageError(f"the outer step {self!r} is no optimizer's; use outer=None or hr.Nesterov()")
+        raise UsageError(f"the outer step {self!r} is no optimizer's; use outer=None, hr.Nesterov() or hr.Momentum()")
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,30 @@ class MeanStep(OuterStep):
         for copy in copies:
             copy.copy_(mean)
 
-    def sgd(self) -> Mapping[str, float | bool]:
+    def sgd(self) -> Mapping[str, Any]:
         return {"lr": 1.0}
 
 
+class AnchoredStep(OuterStep):
+    """All workers go on from an anchor, the first tensor of the state, for which the mean's way is a gradient."""
+
+    def model(self, state: Sequence[Tensor], mean: Tensor) -> Tensor:
+        kept = [each.clone() for each in state]
+        self.advance(kept, kept[0] - mean)
+        return kept[0]
+
+    def step(self, state: Sequence[Tensor], mean: Tensor, copies: Sequence[Tensor], workers: int) -> None:
+        self.advance(state, state[0] - mean)
+        for copy in copies:
+            copy.copy_(state[0])
+
+    @abstractmethod
+    def advance(self, state: Sequence[Tensor], gradient: Tensor) -> None:
+        """Moves the anchor, and changes the rest of the state; `gradient` is the anchor minus the mean, to be used."""
+
+
 @dataclass(frozen=True)
-class Nesterov(OuterStep):
+class Nesterov(AnchoredStep):
     """SGD with Nesterov momentum (Douillard et al., "DiLoCo", 2023, section 2; as `torch.optim.SGD` does it).
 
     Attributes:
@@ -86,25 +108,117 @@ class Nesterov(OuterStep):
     copies_kept = 2
 
     def __post_init__(self) -> None:
-        _check_number("lr", self.lr, lambda lr: 0 < lr < math.inf, "above 0")
-        _check_number("momentum", self.momentum, lambda momentum: 0 <= momentum < 1, "of at least 0 and below 1")
+        _check_momentum(self.lr, self.momentum)
 
-    def model(self, state: Sequence[Tensor], mean: Tensor) -> Tensor:
+    def advance(self, state: Sequence[Tensor], gradient: Tensor) -> None:
         anchor, velocity = state
-        gradient = anchor - mean
-        velocity = velocity * self.momentum + gradient
-        return anchor - self.lr * gradient.add_(velocity, alpha=self.momentum)
-
-    def step(self, state: Sequence[Tensor], mean: Tensor, copies: Sequence[Tensor], workers: int) -> None:
-        anchor, velocity = state
-        gradient = anchor - mean
         velocity.mul_(self.momentum).add_(gradient)
         anchor.sub_(self.lr * gradient.add_(velocity, alpha=self.momentum))
-        for copy in copies:
-            copy.copy_(anchor)
 
-    def sgd(self) -> Mapping[str, float | bool]:
+    def sgd(self) -> Mapping[str, Any]:
         return {"lr": self.lr, "momentum": self.momentum, "nesterov": self.momentum > 0}
+
+
+@dataclass(frozen=True)
+class Momentum(AnchoredStep):
+    """SGD with momentum (Hsu et al., "Measuring the effects of non-identical data distribution", 2019: FedAvgM).
+
+    SlowMo (Wang et al., 2020, algorithm 1) is the same where the workers' learning rate is constant: it divides what
+    goes into the velocity by that rate, and multiplies what comes out.
+
+    Attributes:
+        lr: outer learning rate.
+        momentum: of the outer step.
+
+    Raises:
+        UsageError: a number is out of its range.
+
+    Examples:
+        >>> strategy = hr.ParameterAveraging(workers=2, period=2, outer=hr.Momentum(lr=1.0, momentum=0.5))
+        >>> hr.fit(job, strategy).status
+        'ok'
+    """
+
+    lr: float = 1.0
+    momentum: float = 0.9
+
+    copies_kept = 2
+
+    def __post_init__(self) -> None:
+        _check_momentum(self.lr, self.momentum)
+
+    def advance(self, state: Sequence[Tensor], gradient: Tensor) -> None:
+        anchor, velocity = state
+        velocity.mul_(self.momentum).add_(gradient)
+        anchor.sub_(velocity, alpha=self.lr)
+
+    def sgd(self) -> Mapping[str, Any]:
+        return {"lr": self.lr, "momentum": self.momentum}
+
+
+@dataclass(frozen=True)
+class AdaptiveStep(AnchoredStep):
+    """Divides the outer gradient's mean by the root of its squares (Reddi et al., "Adaptive federated optimization").
+
+    Algorithm 2 of that paper (2021), with both moments 0 at first.
+
+    Attributes:
+        lr: outer learning rate.
+        betas: how much of the first and of the second moment stays, from one synchronization to the next.
+        tau: what is added to the root: the smaller, the more adaptive.
+
+    Raises:
+        UsageError: a number is out of its range.
+    """
+
+    lr: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.99)
+    tau: float = 1e-3
+
+    copies_kept = 3
+
+    def __post_init__(self) -> None:
+        _check_number("lr", self.lr, lambda lr: 0 < lr < math.inf, "above 0")
+        for place, beta in enumerate(self.betas):
+            _check_number(f"betas[{place}]", beta, lambda beta: 0 <= beta < 1, "of at least 0 and below 1")
+        _check_number("tau", self.tau, lambda tau: 0 < tau < math.inf, "above 0")
+
+    def advance(self, state: Sequence[Tensor], gradient: Tensor) -> None:
+        anchor, first, second = state
+        first.mul_(self.betas[0]).add_(gradient, alpha=1 - self.betas[0])
+        self.follow(second, gradient.square_())
+        anchor.addcdiv_(first, second.sqrt().add_(self.tau), value=-self.lr)
+
+    @abstractmethod
+    def follow(self, second: Tensor, square: Tensor) -> None:
+        """Brings the second moment up to date with the outer gradient's square."""
+
+
+class FedAdam(AdaptiveStep):
+    """The second moment is a moving average, as Adam's.
+
+    Examples:
+        >>> strategy = hr.ParameterAveraging(workers=2, period=2, outer=hr.FedAdam(lr=0.03))
+        >>> hr.fit(job, strategy).status
+        'ok'
+    """
+
+    def follow(self, second: Tensor, square: Tensor) -> None:
+        second.lerp_(square, 1 - self.betas[1])
+
+
+class FedYogi(AdaptiveStep):
+    """The second moment moves by a share of the square, towards it: slower than Adam's where gradients shrink."""
+
+    def follow(self, second: Tensor, square: Tensor) -> None:
+        second.addcmul_(square, torch.sign(second - square), value=self.betas[1] - 1)
+
+
+class FedAdagrad(AdaptiveStep):
+    """The second moment is the sum of all squares."""
+
+    def follow(self, second: Tensor, square: Tensor) -> None:
+        second.add_(square)
 
 
 @dataclass(frozen=True)
@@ -147,22 +261,45 @@ class Elastic(OuterStep):
         center.lerp_(mean, self.beta)
 
 
+def _check_momentum(lr: object, momentum: object) -> None:
+    _check_number("lr", lr, lambda lr: 0 < lr < math.inf, "above 0")
+    _check_number("momentum", momentum, lambda momentum: 0 <= momentum < 1, "of at least 0 and below 1")
+
+
 def _check_number(name: str, value: object, holds: Callable[[float], bool], form: str) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not holds(value):
         raise UsageError(f"{name} of an outer step must be a number {form}, got {value!r}")
 
 
-OUTER_STEPS: Mapping[str, OuterStep] = {"elastic": Elastic(), "mean": MeanStep(), "nesterov": Nesterov()}
-"""Outer steps by name, with their papers' numbers."""
+ELASTIC, MEAN, MOMENTUM, NESTEROV = Elastic(), MeanStep(), Momentum(), Nesterov()
+FED_ADAGRAD, FED_ADAM, FED_YOGI = FedAdagrad(), FedAdam(), FedYogi()
+OUTER_STEPS: Registry[OuterStep] = Registry(
+    "headrace.outer_steps",
+    {
+        name: f"{__name__}:{constant}"
+        for name, constant in {
+            "elastic": "ELASTIC",
+            "fed_adagrad": "FED_ADAGRAD",
+            "fed_adam": "FED_ADAM",
+            "fed_yogi": "FED_YOGI",
+            "mean": "MEAN",
+            "momentum": "MOMENTUM",
+            "nesterov": "NESTEROV",
+        }.items()
+    },
+    base=f"{__name__}:OuterStep",
+    made=True,
+)
+"""Outer steps by name, with their papers' numbers; other packages add theirs to the group `headrace.outer_steps`."""
 
 
 def outer_step(outer: str | OuterStep | None) -> OuterStep:
-    """Returns an outer step by its name, if it is none already; None is the mean.
+    """Returns an outer step by its name or its place ("mine.py:Mine"), if it is none already; None is the mean.
 
     Raises UnknownName if there is none of this name, and UsageError if it is something else.
     """
     if outer is None:
-        return OUTER_STEPS["mean"]
+        return MEAN
     if isinstance(outer, OuterStep):
         return outer
     if not isinstance(outer, str):

@@ -78,6 +78,8 @@ class ServedAveragingConfig:
         if longest > _MOST_ROUNDS:
             raise UsageError(f"period must be at most {_MOST_ROUNDS:,} through servers, got {longest:,}")
         check_server_options(self.servers, self.backups, self.transport)
+        # Raises where an outer step is none that a server can make.
+        self.outer_options(1)
         wait = self.wait
         if isinstance(wait, bool) or not (wait in ("all", "none") or isinstance(wait, int | float)):
             raise UsageError(f"wait must be 'all', 'none', a number of workers (3) or of seconds (3.0), got {wait!r}")

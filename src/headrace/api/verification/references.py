@@ -18,7 +18,7 @@ from headrace.api.verification.recording import (
     tensors_in,
     tensors_of,
 )
-from headrace.averaging.outer_steps import Elastic, Nesterov
+from headrace.averaging.outer_steps import Elastic, MeanStep, Momentum, Nesterov, OuterStep, outer_step
 from headrace.checkpoint.forms import extra_states, load_extra_states
 from headrace.data.loading.loader import Loader, as_pipeline
 from headrace.modules import copy_module
@@ -30,6 +30,10 @@ from headrace.training.shared_buffers.batch_norm import averaged_buffers
 
 Reference = Callable[[Job, Callable[[], nn.Module], Sequence[int]], Trained]
 """Takes a job, what builds its model, and the shares of the workers."""
+
+
+_SGD = (MeanStep, Momentum, Nesterov)
+"""Outer steps that are torch's SGD with other options."""
 
 
 class Copies:
@@ -110,19 +114,17 @@ def averaging(strategy: ParameterAveraging, job: Job, build: Callable[[], nn.Mod
     (Zhang et al., 2015): workers are pulled towards a center, and the center towards them.
     """
     copies, since, synced = Copies(job, build, shares), [0.0] * len(shares), 0
-    outer = Nesterov() if strategy.outer == "nesterov" else Elastic() if strategy.outer == "elastic" else strategy.outer
+    outer = outer_step(strategy.outer)
     center = copy_module(copies.models[0])
     alpha = outer.beta / len(shares) if isinstance(outer, Elastic) else 0.0
-    step = torch.optim.SGD(center.parameters(), lr=1.0)
-    if isinstance(outer, Nesterov):
-        step = torch.optim.SGD(center.parameters(), outer.lr, outer.momentum, nesterov=outer.momentum > 0)
+    move = _by_optimizer(outer, center) if isinstance(outer, _SGD) else _by_itself(outer, center)
     for done in copies.rounds():
         since = [before + now for before, now in zip(since, copies.weights, strict=True)]
         due = done >= synced + (1 if synced < strategy.post_local else strategy.period)  # type: ignore[operator]
         if not due and done != job.steps:
             continue
         synced = done
-        weights = since if any(since) and not isinstance(outer, Elastic) else [1.0] * len(shares)
+        weights = since if any(since) and outer.weighted else [1.0] * len(shares)
         copies.average_buffers(center, weights)
         for model in copies.models:
             for one, other in zip(averaged_buffers(center), averaged_buffers(model), strict=True):
@@ -132,16 +134,43 @@ def averaging(strategy: ParameterAveraging, job: Job, build: Callable[[], nn.Mod
             _pull(center, copies.models, alpha if due else 0.0)
         else:
             copies.average(weights)
-            for pulled, mean in zip(center.parameters(), copies.mean.parameters(), strict=True):
-                pulled.grad = pulled.detach() - mean.detach()
-            step.step()
-            with torch.no_grad():
-                for model in copies.models:
-                    for one, other in zip(center.parameters(), model.parameters(), strict=True):
-                        other.copy_(one)
+            move(copies)
         since = [0.0] * len(shares)
         copies.note(done, center)
     return copies.result(center)
+
+
+def _by_optimizer(outer: OuterStep, center: nn.Module) -> Callable[[Copies], None]:
+    """Returns what has torch's SGD move the center by the way of the mean, and gives it to all."""
+    step = torch.optim.SGD(center.parameters(), **outer.sgd())
+
+    def move(copies: Copies) -> None:
+        for pulled, mean in zip(center.parameters(), copies.mean.parameters(), strict=True):
+            pulled.grad = pulled.detach() - mean.detach()
+        step.step()
+        with torch.no_grad():
+            for every in zip(*map(nn.Module.parameters, [center, *copies.models]), strict=True):
+                for each in every[1:]:
+                    each.copy_(every[0])
+
+    return move
+
+
+def _by_itself(outer: OuterStep, center: nn.Module) -> Callable[[Copies], None]:
+    """Returns what has an outer step that is no optimizer's move each parameter by itself, all copies in one place."""
+    kept = [
+        [each.detach().clone(), *map(torch.zeros_like, [each.detach()] * (outer.copies_kept - 1))][: outer.copies_kept]
+        for each in center.parameters()
+    ]
+
+    @torch.no_grad()
+    def move(copies: Copies) -> None:
+        every = zip(*map(nn.Module.parameters, [center, copies.mean, *copies.models]), strict=True)
+        for state, (pulled, mean, *own) in zip(kept, every, strict=True):
+            pulled.copy_(outer.model(state, mean))
+            outer.step(state, mean, own, len(own))
+
+    return move
 
 
 def _pull(center: nn.Module, models: Sequence[nn.Module], alpha: float) -> None:
