@@ -105,7 +105,7 @@ def of_base(name: str, base: int = 1) -> Callable[[], Any]:
     return functools.partial(MODELS[name], base)
 
 
-@pytest.mark.every
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", EQUAL)
