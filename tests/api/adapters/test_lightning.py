@@ -76,7 +76,7 @@ def test_the_numbers_of_lightnings_own_trainer(configure: Configure, modules: An
 
 @pytest.mark.slow
 def test_hooks_of_parameters_are_carried(modules: Any) -> None:
-    module = modules.Classifier()
+    module = modules.Classifier(alone)
     before = copy.deepcopy(module.state_dict())
     module.net[0].weight.register_hook(torch.zeros_like)
     after = hr.fit(hr.from_lightning(module, loader(), epochs=1), hr.OneDevice()).model.module.state_dict()
