@@ -19,15 +19,14 @@ SIZES = (5, 2, 0)
 KINDS = pytest.mark.parametrize("kind", ["shared", "hosts", "devices"])
 
 
-def link_of(kind: str, group: ThreadCollective, own: OwnGradients | None = None) -> UnitLink:
-    own = own or OwnGradients()
+def link_of(kind: str, group: ThreadCollective) -> UnitLink:
     if kind == "shared":
-        return SharedLink(group, UNITS, own, 8 * WORLD * max(SIZES), 8 * WORLD * max(SIZES))
+        return SharedLink(group, UNITS, 8 * WORLD * max(SIZES), 8 * WORLD * max(SIZES))
     if kind == "devices":
         carrier = group.subgroup(range(WORLD))
         vars(carrier)["queued"] = True
-        return CollectiveLink(group, UNITS, own, carrier, torch.device("cpu"))
-    return CollectiveLink(group, UNITS, own, group, torch.device("cpu"))
+        return CollectiveLink(group, UNITS, carrier, torch.device("cpu"))
+    return CollectiveLink(group, UNITS, group, torch.device("cpu"))
 
 
 def numbers(rank: int, unit: int, turn: int, elements: int) -> Tensor:
@@ -39,8 +38,7 @@ def test_units_are_gathered_and_summed_in_any_order_that_all_have(kind: str) -> 
     order = [0, 1, 1, 0, 2, 1, 2, 0, 0]
 
     def act(group: ThreadCollective) -> list[tuple[Tensor, Tensor]]:
-        own_gradients = OwnGradients()
-        link, found = link_of(kind, group, own_gradients), []
+        link, found = link_of(kind, group), []
         for turn, unit in enumerate(order):
             size, cpu = SIZES[unit], torch.device("cpu")
             gather, scatter = UnitGather(link, unit), UnitScatter(link, unit)
@@ -52,7 +50,6 @@ def test_units_are_gathered_and_summed_in_any_order_that_all_have(kind: str) -> 
             gradient = scatter.allocate((WORLD * size,), dtype=torch.float64, device=cpu)
             gradient.copy_(numbers(group.rank, unit, turn, WORLD * size))
             part = scatter.allocate((size,), dtype=torch.float64, device=cpu)
-            own_gradients.silent = group.rank == 1 and turn % 2 == 1
             scatter(part, gradient, None, None)  # type: ignore[arg-type]
             if turn % 3 == 2:
                 link.settle()
@@ -63,8 +60,23 @@ def test_units_are_gathered_and_summed_in_any_order_that_all_have(kind: str) -> 
         for turn, (unit, (whole, part)) in enumerate(zip(order, found, strict=True)):
             size = SIZES[unit]
             assert torch.equal(whole, torch.cat([numbers(peer, unit, turn, size) for peer in range(WORLD)]))
-            summed = [numbers(peer, unit, turn, WORLD * size) for peer in range(WORLD) if peer != 1 or turn % 2 == 0]
+            summed = [numbers(peer, unit, turn, WORLD * size) for peer in range(WORLD)]
             assert torch.equal(part, sum(summed)[rank * size : (rank + 1) * size])  # type: ignore[index]
+
+
+def test_gradients_of_a_silent_rank_are_let_go_but_for_those_of_others() -> None:
+    own, gradients = OwnGradients(["expert"]), {}
+    for silent in (False, True):
+        own.silent = silent
+        for name in ("expert", "router"):
+            parameter = torch.nn.Parameter(torch.ones(2))
+            parameter.grad = torch.full((2,), torch.nan)
+            own.note(name, parameter)
+            gradients[name] = parameter.grad
+        assert own.seen == {"expert"} | ({"router"} if not silent else set())
+        assert (gradients["router"] is None) == silent
+        assert gradients["expert"] is not None
+        own.seen.clear()
 
 
 def test_hosts_of_devices_meet_once_a_step_after_the_first() -> None:
@@ -104,7 +116,7 @@ def test_a_rank_that_runs_other_units_after_the_first_step_is_named(calls: list[
     def act(group: ThreadCollective) -> None:
         carrier = ThreadCollective(ThreadGroup(1), 0)
         vars(carrier)["queued"] = True
-        link = CollectiveLink(group, ("left", "right"), OwnGradients(), carrier, torch.device("cpu"))
+        link = CollectiveLink(group, ("left", "right"), carrier, torch.device("cpu"))
         link.settle()
         for unit in calls if group.rank == 2 else [0]:
             # Among devices each gets wrong parameters, or all wait in vain: no host waits in it.

@@ -126,6 +126,7 @@ STRATEGIES: dict[str, tuple[hr.Strategy, type[nn.Module]]] = {
     "mirrored pipelines": (hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2, deferred=True)), Block),
     "mirrored slices": (hr.Hybrid(hr.Mirrored(2), hr.TensorParallel(2, deferred=True)), Block),
     "mirrored experts": (hr.Hybrid(hr.Mirrored(2), hr.ExpertParallel(2, deferred=True)), Mixture),
+    "sharded experts": (hr.Hybrid(hr.FullySharded(2, deferred=True), hr.ExpertParallel(2)), Mixture),
     "sharded stages": (hr.Hybrid(hr.FullySharded(2, deferred=True), hr.Pipeline(2)), Block),
     "sharded slices": (hr.Hybrid(hr.FullySharded(2, deferred=True), hr.TensorParallel(2)), Block),
     "sliced stages": (hr.Hybrid(hr.Pipeline(2), hr.TensorParallel(2, deferred=True)), Block),
@@ -146,7 +147,9 @@ def test_parts_of_a_model_that_is_made_in_parts_train_as_on_one_device(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pipeline", "tensor", "experts", "mirrored slices", "sharded slices"])
+@pytest.mark.parametrize(
+    "name", ["pipeline", "tensor", "experts", "mirrored slices", "sharded slices", "sharded experts"]
+)
 def test_parts_begin_with_stored_values(name: str, tmp_path: Path) -> None:
     strategy, block = STRATEGIES[name]
     with torch.random.fork_rng(devices=[]):
@@ -159,7 +162,7 @@ def test_parts_begin_with_stored_values(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pipeline", "tensor", "experts"])
+@pytest.mark.parametrize("name", ["pipeline", "tensor", "experts", "sharded experts"])
 def test_a_resumed_run_takes_the_values_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     strategy, block = STRATEGIES[name]
     job = job_of(block, steps=3)

@@ -17,7 +17,7 @@ import headrace as hr
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import UsageError
 from strategies.contract_runs import distance, train
-from strategies.mixtures import ADAMW, Aliased, Blended, Chained, OwnStacked, Reader, Routed, Scaled, read
+from strategies.mixtures import ADAMW, Aliased, Blended, Chained, Expert, OwnStacked, Reader, Routed, Scaled, read
 
 
 def unequal(model: Reader) -> None:
@@ -37,8 +37,30 @@ def frozen(model: Reader) -> None:
         layer.experts[3].wide.requires_grad_(False)  # type: ignore[union-attr]
 
 
+class Tempered(Expert):
+    """Has a parameter without rows, and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heat, self.none = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.heat
+
+
+class Warm(Routed):
+    def __init__(self) -> None:
+        super().__init__(5)
+        self.experts = nn.ModuleList(Tempered() for _ in range(5))
+        self.heat = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.heat
+
+
 MIRRORED = hr.Hybrid(hr.Mirrored(2), hr.ExpertParallel(2))
-JOBS: dict[str, Callable[[], hr.Job]] = {
+SHARDED = hr.Hybrid(hr.FullySharded(2), hr.ExpertParallel(2))
+JOBS: dict[str, Callable[..., hr.Job]] = {
     "list": read,
     "dense": partial(read, Blended),
     "stacked": partial(read, OwnStacked),
@@ -52,6 +74,7 @@ JOBS: dict[str, Callable[[], hr.Job]] = {
     "clipped stacked": partial(read, OwnStacked, options=hr.Options(clip_norm=0.05)),
     "accumulated": partial(read, options=hr.Options(accumulate=2)),
     "averaged": partial(read, OwnStacked, options=hr.Options(ema_decay=0.9)),
+    "without rows": partial(read, Warm, options=hr.Options(clip_norm=0.05)),
     "recomputed": partial(read, options=hr.Options(recompute="full")),
     "recomputed but for matrix products": partial(read, options=hr.Options(recompute="selective")),
 }
@@ -77,6 +100,35 @@ def test_mirrors_of_workers_that_divide_experts_are_one_device(name: str, worker
     assert found.metrics == pytest.approx(right.metrics, rel=1e-9)
 
 
+SHARDS = {
+    "experts": (SHARDED, 4),
+    "replicas": (hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2), hr.ExpertParallel(2)), 8),
+    "three shards": (hr.Hybrid(hr.FullySharded(3), hr.ExpertParallel(2)), 8),
+    "one unit": (hr.Hybrid(hr.FullySharded(2, units=[]), hr.ExpertParallel(3)), 8),
+    "kept": (hr.Hybrid(hr.FullySharded(2, reshard_after_forward=False), hr.ExpertParallel(2)), 4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "levels"), [(name, "experts") for name in sorted(JOBS)] + [("without rows", each) for each in SHARDS]
+)
+def test_shards_of_workers_that_divide_experts_are_one_device(name: str, levels: str) -> None:
+    """The last batch has fewer examples than there are workers, so that some have none."""
+    strategy, batch = SHARDS[levels]
+    job = JOBS[name](batch=batch, examples=2 * batch + 2)
+    right, found = train(job, hr.OneDevice()), train(job, strategy)
+    assert distance(found.tensors, right.tensors) <= 1e-9
+    assert found.losses == pytest.approx(right.losses, rel=1e-9)
+    assert found.metrics == pytest.approx(right.metrics, rel=1e-9)
+
+
+def test_a_unit_inside_of_what_calls_experts_is_refused() -> None:
+    strategy = hr.Hybrid(hr.FullySharded(2, units=["layers.*.experts.*"]), hr.ExpertParallel(2))
+    with pytest.raises(UsageError, match=r"units: 'layers\.0\.experts\.0' is inside of a module that calls experts"):
+        train(read(), strategy)
+
+
 @pytest.mark.slow
 def test_micro_batches_of_a_weighed_loss_are_those_of_one_device() -> None:
     def mean(output: torch.Tensor, target: torch.Tensor) -> hr.Mean:
@@ -91,7 +143,7 @@ def test_micro_batches_of_a_weighed_loss_are_those_of_one_device() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [hr.ExpertParallel(2), MIRRORED], ids=["plain", "mirrored"])
+@pytest.mark.parametrize("first", [hr.ExpertParallel(2), MIRRORED, SHARDED], ids=["plain", "mirrored", "sharded"])
 def test_processes_are_one_device_and_go_on_with_other_numbers(first: hr.Strategy, tmp_path: Path) -> None:
     job = read(partial(Routed, 5), optimizer=ADAMW, options=hr.Options(clip_norm=0.05))
     right = train(job, hr.OneDevice())
@@ -99,7 +151,7 @@ def test_processes_are_one_device_and_go_on_with_other_numbers(first: hr.Strateg
     with LocalEngine() as engine:
         given: dict[str, Any] = {"device": "cpu", "engine": engine}
         hr.fit(saving, first, run_dir=tmp_path, **given)
-        for place, strategy in enumerate((hr.ExpertParallel(3), hr.Mirrored(2), MIRRORED)):
+        for place, strategy in enumerate((hr.ExpertParallel(3), hr.Mirrored(2), MIRRORED, SHARDED)):
             run = hr.fit(job, strategy, run_dir=tmp_path / str(place), resume=tmp_path, **given)
             found = {name: each.detach() for name, each in run.model.named_parameters()}
             assert max(float((found[name] - right.tensors[name]).abs().max()) for name in found) <= 1e-9
@@ -170,7 +222,8 @@ def test_what_cannot_be_divided_is_refused_before_the_start(name: str) -> None:
 @pytest.mark.parametrize(
     ("levels", "says"),
     [
-        ((hr.FullySharded(2), hr.ExpertParallel(2)), r"hr\.FullySharded\(\.\.\.\) gathers every parameter"),
+        ((hr.FullySharded(2, offload=True), hr.ExpertParallel(2)), "offload=True keeps parts in host memory"),
+        ((hr.ExpertParallel(2), hr.FullySharded(2)), r"hybrid are hr\.ExpertParallel, hr\.FullySharded; use"),
         ((hr.Pipeline(2), hr.ExpertParallel(2)), "records what its stages call"),
         ((hr.ExpertParallel(2), hr.TensorParallel(2)), "gives all its devices the same tokens"),
         ((hr.Mirrored(2), hr.ExpertParallel(2), hr.ContextParallel(2)), "divides sequences over workers"),

@@ -26,7 +26,11 @@ SHAPE = {
     "output_router_logits": True,
     "router_aux_loss_coef": 0.5,
 }
-CHOSEN = hr.ExpertParallel(3), hr.Hybrid(hr.Mirrored(2), hr.ExpertParallel(2))
+CHOSEN = {
+    "plain": hr.ExpertParallel(3),
+    "mirrored": hr.Hybrid(hr.Mirrored(2), hr.ExpertParallel(2)),
+    "sharded": hr.Hybrid(hr.FullySharded(2), hr.ExpertParallel(2)),
+}
 KINDS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4},
     "Qwen2Moe": {"num_experts": 5, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12},
@@ -45,8 +49,8 @@ def mixture(kind: str) -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.parametrize("strategy", CHOSEN, ids=["plain", "mirrored"])
-def test_they_are_one_device(strategy: hr.Strategy, kind: str) -> None:
+@pytest.mark.parametrize("name", CHOSEN)
+def test_they_are_one_device(name: str, kind: str) -> None:
     text = torch.randint(0, 23, (10, 7), generator=torch.Generator().manual_seed(1))
     examples = [{"input_ids": each, "labels": each} for each in text]
     job = hr.Job(
@@ -57,7 +61,7 @@ def test_they_are_one_device(strategy: hr.Strategy, kind: str) -> None:
         global_batch_size=4,
         epochs=1,
     )
-    right, found = train(job, hr.OneDevice()), train(job, strategy)
+    right, found = train(job, hr.OneDevice()), train(job, CHOSEN[name])
     assert distance(found.tensors, right.tensors) <= 1e-9
     # The library computes the loss itself in float32.
     assert found.losses == pytest.approx(right.losses, rel=1e-6)

@@ -117,6 +117,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], hr.Strategy, float]] = {
     "experts": (Mixture, hr.ExpertParallel(2), 1),
     "stacked experts": (Stacked, hr.ExpertParallel(3), 1),
     "replicas of experts": (Mixture, hr.Hybrid(hr.Mirrored(2), hr.ExpertParallel(2)), 1.8),
+    "sharded experts": (Mixture, hr.Hybrid(hr.FullySharded(2), hr.ExpertParallel(2)), 1.2),
     "replicas of slices": (Attention, hr.Hybrid(hr.Mirrored(2), hr.TensorParallel(2)), 1),
     "replicas of stages": (nn.Sequential, hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2)), 1),
     "sharded stages": (nn.Sequential, hr.Hybrid(hr.FullySharded(2), hr.Pipeline(2)), 1),
@@ -193,6 +194,7 @@ def test_workers_begin_with_stored_values_and_read_no_more_than_they_need(
         (Attention, hr.FullySharded(2)),
         (Attention, hr.Hybrid(hr.FullySharded(2), hr.TensorParallel(2))),
         (Mixture, hr.ExpertParallel(2)),
+        (Stacked, hr.Hybrid(hr.FullySharded(2), hr.ExpertParallel(2))),
     ],
 )
 def test_an_optimizer_that_is_made_from_values_is_made_from_stored_ones(
@@ -225,6 +227,11 @@ NESTED: dict[str, tuple[Callable[[], nn.Module], hr.Strategy]] = {
     "replicas of sharded rings": (Deep, hr.Hybrid(hr.Mirrored(2), RINGS)),
     "replicas of experts": (Mixture, hr.Hybrid(hr.Mirrored(2), hr.ExpertParallel(2))),
     "replicas of stacked experts": (Stacked, hr.Hybrid(hr.Mirrored(2), hr.ExpertParallel(2))),
+    "sharded experts": (Mixture, hr.Hybrid(hr.FullySharded(2), hr.ExpertParallel(2))),
+    "replicas of sharded stacked experts": (
+        Stacked,
+        hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2), hr.ExpertParallel(2)),
+    ),
 }
 
 

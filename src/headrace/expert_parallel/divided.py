@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,16 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from headrace.collectives.base import Collective
-from headrace.expert_parallel.balance import Balance
-from headrace.expert_parallel.finding import ExpertSet, bounds_of, experts_of
-from headrace.expert_parallel.listed import ListedExperts
+from headrace.expert_parallel.division import ExpertDivision
+from headrace.expert_parallel.finding import ExpertSet
 from headrace.expert_parallel.rows import RowLink
-from headrace.expert_parallel.stacked import StackedExperts
 from headrace.hooks import hooks_of
 from headrace.modules import parameters_and_buffers
 from headrace.training.buckets import sum_over
 from headrace.training.gradients import divide
-from headrace.trees import as_bytes
 
 
 class DividedExperts:
@@ -54,16 +50,13 @@ class DividedExperts:
         copies: bool = True,
         fill: Callable[[Mapping[str, slice]], None] = lambda held: None,
     ) -> None:
-        self.module, self._found, self._link, self._every = module, found, link, every
+        self.module = module
         self.device = next((each.device for each in module.parameters() if not each.is_meta), torch.device("cpu"))
         self.seen: set[str] = set()
-        specs = {name: each for name, each in module.named_parameters()}
-        self._shapes = {name: each.shape for name, each in specs.items()}
-        self._experts = experts_of(found)
-        self.balance = Balance(module, every, parts)
-        for each in found:
-            self._divide(each, copies)
-        fill(self._held())
+        self._division = ExpertDivision(module, found, link, every, parts, copies)
+        self._experts, self._link, self._every = self._division.experts, link, every
+        self.balance = self._division.balance
+        fill(self._division.held)
         self._parameters = dict(module.named_parameters())
         trained = {name: each for name, each in self._parameters.items() if each.requires_grad}
         for name, parameter in trained.items():
@@ -75,39 +68,10 @@ class DividedExperts:
             name: each if name in self.whole else nn.Parameter(_flat(each)) for name, each in trained.items()
         }
 
-    def _divide(self, experts: ExpertSet, copies: bool) -> None:
-        start, stop = bounds_of(experts.count, self._link.world)[self._link.rank]
-        if experts.stacked:
-            for name, parameter in dict(experts.module.named_parameters()).items():
-                rows = parameter.detach()[start:stop]
-                _put(experts.module, name, rows.clone() if copies else rows, parameter.requires_grad)
-            StackedExperts(experts, self._link)
-            return
-        for number, entry in enumerate(experts.module.children()):
-            if not start <= number < stop:
-                for name, parameter in dict(entry.named_parameters()).items():
-                    _put(entry, name, torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-        ListedExperts(experts, self.module.get_submodule(experts.caller), self._link)
-
-    def _held(self) -> dict[str, slice]:
-        """Returns the names of this rank's experts, with the rows that it has of each."""
-        own = {
-            count: bounds_of(count, self._link.world)[self._link.rank] for count in (each.count for each in self._found)
-        }
-        bounds = {name: (spec, *own[spec.count]) for name, spec in self._experts.items()}
-        return {
-            name: slice(start, stop) if spec.index < 0 else slice(None)
-            for name, (spec, start, stop) in bounds.items()
-            if spec.index < 0 or start <= spec.index < stop
-        }
-
     def parts(self) -> Iterator[tuple[str, int, Tensor]]:
         """Yields what this rank holds of experts: the name, the first element, and the elements, flat."""
-        for name, spec in self._experts.items():
-            each = self._parameters[name].detach()
-            start = bounds_of(spec.count, self._link.world)[self._link.rank][0] if spec.index < 0 else 0
-            if not each.is_meta:
-                yield name, start * math.prod(self._shapes[name][1:]), each.view(-1)
+        for name in self._division.held:
+            yield name, self._division.first(name), self._parameters[name].detach().view(-1)
 
     def _note(self, name: str, expert: bool) -> Callable[[Tensor], None]:
         # What experts make a gradient of may be other ranks' tokens.
@@ -166,7 +130,7 @@ class DividedExperts:
         for name, tensor in parameters_and_buffers(self.module):
             kind, _, parameter = name.partition("/")
             if kind == "parameter" and parameter in self._experts:
-                tensor = self._joined(parameter, tensor)
+                tensor = self._division.joined(parameter, None if tensor.is_meta else tensor, tensor.dtype)
             if leads:
                 yield name, tensor
 
@@ -176,31 +140,10 @@ class DividedExperts:
 
     def describe(self) -> str:
         """Says how the experts are divided."""
-        counts = sorted({each.count for each in self._found})
-        experts = sum(self._shapes[name].numel() * self._parameters[name].element_size() for name in self._experts)
+        shapes = self._division.shapes
+        experts = sum(shapes[name].numel() * self._parameters[name].element_size() for name in self._experts)
         whole = sum(each.nbytes for name, each in self._parameters.items() if name not in self._experts)
-        return (
-            f"{' or '.join(map(str, counts))} experts in each of {len(self._found)} layers are divided over "
-            f"{self._link.world} workers: {experts:,} bytes of parameters; every worker holds the other {whole:,}"
-        )
-
-    def _joined(self, name: str, part: Tensor) -> Tensor:
-        """Returns an expert's parameter, whole, in host memory."""
-        spec, shape, link = self._experts[name], self._shapes[name], self._link
-        whole = torch.zeros(shape, dtype=part.dtype)
-        start, stop = bounds_of(spec.count, link.world)[link.rank]
-        if spec.index < 0:
-            whole[start:stop] = part.cpu()
-        elif start <= spec.index < stop:
-            whole.copy_(part)
-        # As bytes: a sum of numbers would lose the sign of a zero.
-        link.group.all_reduce(as_bytes(whole))
-        return whole
-
-
-def _put(module: nn.Module, name: str, value: Tensor, trained: bool) -> None:
-    owner, _, key = name.rpartition(".")
-    setattr(module.get_submodule(owner), key, nn.Parameter(value, trained))
+        return f"{self._division.describe()}: {experts:,} bytes of parameters; every worker holds the other {whole:,}"
 
 
 def _flat(parameter: Tensor) -> Tensor:

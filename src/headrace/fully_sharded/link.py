@@ -19,7 +19,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 import torch
@@ -40,23 +40,26 @@ class OwnGradients:
     Attributes:
         seen: names of the parameters that this rank has made a gradient of.
         silent: whether they count as zeros, and are not seen.
+        others: names of the parameters whose gradients count all the same: they are of other ranks' examples.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, others: Collection[str] = ()) -> None:
         self.seen: set[str] = set()
         self.silent = False
+        self.others = frozenset(others)
 
-    def note(self, name: str, _: Tensor) -> None:
-        """Notes that there is a gradient of a parameter."""
-        if not self.silent:
+    def note(self, name: str, parameter: Tensor) -> None:
+        """Notes that there is a gradient of a parameter, or lets it go."""
+        if self.silent and name not in self.others:
+            parameter.grad = None
+        else:
             self.seen.add(name)
 
 
 class UnitLink(ABC):
     """Gathers units and sums their gradients, one after the other; all ranks do it together."""
 
-    def __init__(self, group: ProcessGroup, units: Sequence[str], own: OwnGradients) -> None:
-        self._own = own
+    def __init__(self, group: ProcessGroup, units: Sequence[str]) -> None:
         self._group = group
         self._units = units
         self._meetings = 0
@@ -79,19 +82,13 @@ class UnitLink(ABC):
     def region(self, unit: int, elements: int, dtype: torch.dtype) -> Tensor:
         """Returns this rank's memory for the gradient of a unit, flat, to be filled and given to `scatter`."""
 
+    @abstractmethod
     def scatter(self, unit: int, part: Tensor, gradient: Tensor) -> None:
         """Replaces `part` by the sum of this rank's part of all ranks' gradients; `gradient` is what `region` gave."""
-        if self._own.silent:
-            gradient.zero_()
-        self._sum(unit, part, gradient)
 
     @abstractmethod
     def settle(self) -> None:
         """Ends a step: raises UsageError if ranks have done different things. All ranks call it."""
-
-    @abstractmethod
-    def _sum(self, unit: int, part: Tensor, gradient: Tensor) -> None:
-        """Does what `scatter` says."""
 
     @abstractmethod
     def _exchange(self, own: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -130,10 +127,8 @@ class SharedLink(UnitLink):
     `summed_bytes` are those of the largest gradient: of a unit that is frozen there is none.
     """
 
-    def __init__(
-        self, group: ProcessGroup, units: Sequence[str], own: OwnGradients, largest_bytes: int, summed_bytes: int
-    ) -> None:
-        super().__init__(group, units, own)
+    def __init__(self, group: ProcessGroup, units: Sequence[str], largest_bytes: int, summed_bytes: int) -> None:
+        super().__init__(group, units)
         part_bytes = on_lines(-(-largest_bytes // group.world))
         # Of two meetings in turn: which meeting, what is done, with which unit, how many bytes.
         self._headers = [region.view(torch.int64).numpy().reshape(2, 4) for region in group.share(LINE)]
@@ -166,7 +161,7 @@ class SharedLink(UnitLink):
     def settle(self) -> None:
         """Does nothing: each call was compared."""
 
-    def _sum(self, unit: int, part: Tensor, gradient: Tensor) -> None:
+    def scatter(self, unit: int, part: Tensor, gradient: Tensor) -> None:
         if self._group.world == 1:
             part.copy_(gradient)
             return
@@ -193,11 +188,10 @@ class CollectiveLink(UnitLink):
         self,
         group: ProcessGroup,
         units: Sequence[str],
-        own: OwnGradients,
         carrier: Collective,
         device: torch.device,
     ) -> None:
-        super().__init__(group, units, own)
+        super().__init__(group, units)
         self._carrier = carrier
         self._device = device
         # What was called without a meeting since the last `settle`: a deed and a unit, as one number.
@@ -247,7 +241,7 @@ class CollectiveLink(UnitLink):
         else:
             self._meet(deed, unit, nbytes)
 
-    def _sum(self, unit: int, part: Tensor, gradient: Tensor) -> None:
+    def scatter(self, unit: int, part: Tensor, gradient: Tensor) -> None:
         self._agree(_SCATTER, unit, gradient.nbytes)
         self._carrier.reduce_scatter(part, gradient)
 

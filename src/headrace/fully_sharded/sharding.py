@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -61,7 +61,7 @@ class ShardedModule:
     `carrier` moves what the ranks exchange; None for the memory that they share. Units are gathered, and gradients
     summed, in the type `half`, if it is not None. `fill` gives memory to named parameters that have none, before a unit
     is divided, and gives back what is free. With `offload` its part of the parameters and of their gradients lies in
-    pinned memory of the host.
+    pinned memory of the host. `others` are as of `OwnGradients`.
 
     Attributes:
         pieces: this rank's part of each trained parameter, flat, by name; it is empty where there are more ranks than
@@ -82,13 +82,14 @@ class ShardedModule:
         form: UnitForm,
         closing: ExitStack,
         fill: Callable[[Sequence[str]], None] = lambda names: None,
+        others: Collection[str] = (),
     ) -> None:
         fill([name for name, each in module.named_parameters() if is_kept_whole(each)])
         self.module = module
         self.half = form.half
         placed = (each.device for each in module.parameters() if not each.is_meta)
         self.device = next(placed, torch.device("cpu"))
-        self.own = OwnGradients()
+        self.own = OwnGradients(others)
         self.seen = self.own.seen
         self._group = group
         self._carrier: Collective = carrier or group
@@ -104,9 +105,9 @@ class ShardedModule:
         largest = max(self.unit_bytes.values()) if group.world > 1 else 0
         units = tuple(self.unit_bytes)
         self._link: UnitLink = (
-            CollectiveLink(group, units, self.own, carrier, self.device)
+            CollectiveLink(group, units, carrier, self.device)
             if carrier
-            else SharedLink(group, units, self.own, largest, summed if group.world > 1 else 0)
+            else SharedLink(group, units, largest, summed if group.world > 1 else 0)
         )
         guards = [
             _WriteGuard([name for name in each if name not in kept], unit)
@@ -210,7 +211,8 @@ class ShardedModule:
     @contextmanager
     def silent(self) -> Iterator[None]:
         """Takes part in what the others compute, without gradients of its own."""
-        held = [(self._parameters[name], self._parameters[name].grad) for name in self.whole]
+        own = self.whole - self.own.others
+        held = [(self._parameters[name], self._parameters[name].grad) for name in own]
         self.own.silent = True
         try:
             yield

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from headrace import internals
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.errors import UsageError
-from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink, UnitLink
+from headrace.fully_sharded.link import CollectiveLink, SharedLink, UnitLink
 from headrace.fully_sharded.units import written
 from headrace.modules import is_dense
 from headrace.policies.segments import part_length
@@ -125,9 +125,9 @@ class DividedParameters:
         )
         device = next((each.device for each in dense.values()), torch.device("cpu"))
         self._link: UnitLink = (
-            SharedLink(group, titles, OwnGradients(), largest, summed)
+            SharedLink(group, titles, largest, summed)
             if carrier is None and group.one_memory
-            else CollectiveLink(group, titles, OwnGradients(), carrier or group, device)
+            else CollectiveLink(group, titles, carrier or group, device)
         )
         self._release()
 

@@ -20,10 +20,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 
+from torch import nn
+
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.errors import UsageError
 from headrace.expert_parallel.finding import AUTO, experts_of, find_experts, require_enough
-from headrace.expert_parallel.placement import by_experts
+from headrace.expert_parallel.placement import by_experts, by_experts_and_rows
 from headrace.fully_sharded.units import refuse_kept
 from headrace.hooks import hooked_parameters
 from headrace.policies.behaviour import Behaviour, GradientSum
@@ -181,15 +183,29 @@ class ExpertParallel(Strategy):
 
 def _make_experts(context: WorkerContext, held: Mapping[str, slice]) -> None:
     """Makes the experts of a rank, of which stacked ones are rows."""
-    if parts := parts_of(context.module):
-        keep_parts(context.module, parts.sliced({name: itemgetter(rows) for name, rows in held.items()}))
-        make_own(context.module, context.device, context.weights, held, read=False)
+    keep_rows(context.module, held)
+    make_own(context.module, context.device, context.weights, held, read=False)
+
+
+def keep_rows(module: nn.Module, held: Mapping[str, slice]) -> None:
+    """Has experts of a model that is made in parts be made as a rank has them: of stacked ones such rows."""
+    if parts := parts_of(module):
+        keep_parts(module, parts.sliced({name: itemgetter(rows) for name, rows in held.items()}))
 
 
 def expert_plan(
-    name: str, options: Mapping[str, object], workers: int | None, model: ModelSpec, cluster: Cluster, replicas: int = 1
+    name: str,
+    options: Mapping[str, object],
+    workers: int | None,
+    model: ModelSpec,
+    cluster: Cluster,
+    replicas: int = 1,
+    parts: int = 1,
 ) -> Plan:
-    """Plans workers that divide the experts among them, in one replica or in several that are alike."""
+    """Plans workers that divide the experts among them, in one replica or in several that are alike.
+
+    Of so many `parts` of a replica each has a part of every parameter.
+    """
     require_sliceable(name, model)
     plan = data_parallel_plan(
         name,
@@ -198,12 +214,16 @@ def expert_plan(
         model,
         cluster,
         copies=(0, 0),
-        cut=lambda parameters, count: by_experts(parameters, model.experts, count // replicas),
+        cut=lambda parameters, count: (
+            by_experts_and_rows(parameters, model.experts, count // replicas // parts, parts)
+            if parts > 1
+            else by_experts(parameters, model.experts, count // replicas)
+        ),
         spread=True,
     )
-    require_enough({name: each.count for name, each in model.experts.items()}, plan.workers // replicas)
+    require_enough({name: each.count for name, each in model.experts.items()}, plan.workers // replicas // parts)
     divided = sum(each.bytes for each in model.trainable if each.name in model.experts)
-    held = model.copies * (plan.workers * (model.trainable_bytes - divided) + replicas * divided)
+    held = model.copies * (plan.workers // parts * (model.trainable_bytes - divided) + replicas * divided)
     # Each builds the whole model before it keeps its part.
     built = 0 if model.in_parts else plan.workers * model.parameter_bytes
     require_memory(name, max(held, built), cluster, plan.roles, model)

@@ -43,7 +43,7 @@ from headrace.strategies.context import ModelProbe, WorkerContext, among, total_
 from headrace.strategies.context_hybrid import ring_behaviour, ring_plan, ring_replica
 from headrace.strategies.context_parallel import ContextParallel
 from headrace.strategies.deferred import make_own
-from headrace.strategies.expert_hybrid import expert_replica
+from headrace.strategies.expert_hybrid import expert_behaviour, expert_replica, inspect_experts
 from headrace.strategies.expert_parallel import ExpertParallel, expert_plan
 from headrace.strategies.fully_sharded import FullySharded, require_sliceable, sharded_plan, sums_of
 from headrace.strategies.hybrid_levels import by_kind, check_levels, refuse_tied
@@ -82,8 +82,8 @@ class Hybrid(ServedStrategy):
             `ParameterServer` or `Downpour`, each of whose servers has shards of one stage or slice, or `FullySharded`,
             which divides the stages or slices among them; its `workers` are replicas.
         inner: what a replica is: `TensorParallel`, `Pipeline`, or a hybrid of these; or `FullySharded`, alone or around
-            them, under an outer `Mirrored` (torch's HSDP); or `ContextParallel`, under these two; or `ExpertParallel`,
-            under `Mirrored`. `Hybrid(a, b, c)` is `Hybrid(a, Hybrid(b, c))`.
+            them, under an outer `Mirrored` (torch's HSDP); or `ContextParallel` or `ExpertParallel`, under these two.
+            `Hybrid(a, b, c)` is `Hybrid(a, Hybrid(b, c))`.
 
     Raises:
         UsageError: these cannot be combined.
@@ -134,7 +134,9 @@ class Hybrid(ServedStrategy):
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
         refuse_derived_state(self.name, probe.module)
-        if isinstance(levels_of(self)[-1], ContextParallel | ExpertParallel):
+        if isinstance(levels_of(self)[-1], ExpertParallel):
+            return inspect_experts(levels_of(self), model, probe)
+        if isinstance(levels_of(self)[-1], ContextParallel):
             for each in levels_of(self)[1:]:
                 model = each.inspect_model(model, probe)
             return model
@@ -170,8 +172,8 @@ class Hybrid(ServedStrategy):
         offload = sharded is not None and require_accelerators(sharded.offload, cluster)
         if isinstance(levels_of(self)[-1], ContextParallel):
             return ring_plan(self.name, options, levels_of(self), counts, model, cluster)
-        if isinstance(self.inner, ExpertParallel):
-            return expert_plan(self.name, options, prod(counts), model, cluster, outer)
+        if isinstance(levels_of(self)[-1], ExpertParallel):
+            return expert_plan(self.name, options, prod(counts), model, cluster, outer, parts)
         if tensor and sharded:
             # Refuses what cannot be sliced.
             tensor.plan(model, alone(cluster, slices_of(replicas * stages, slices)))
@@ -217,9 +219,8 @@ class Hybrid(ServedStrategy):
         if isinstance(levels_of(self)[-1], ContextParallel | ExpertParallel):
             known = prod(_count_of(each) or 1 for each in levels_of(self)[:-1])
             inner = _count_of(levels_of(self)[-1]) or max(1, workers // known)
-            if isinstance(self.inner, ExpertParallel):
-                return replace(self.inner.behave(inner), not_rehearsed=no_rehearsal)
-            return replace(ring_behaviour(levels_of(self), workers, inner), not_rehearsed=no_rehearsal)
+            of_levels = expert_behaviour if isinstance(levels_of(self)[-1], ExpertParallel) else ring_behaviour
+            return replace(of_levels(levels_of(self), workers, inner), not_rehearsed=no_rehearsal)
         data, sharded, pipeline, tensor = by_kind(levels_of(self))
         stages, slices = (_count_of(each) or 1 if each else 1 for each in (pipeline, tensor))
         groups = max(1, workers // (stages * slices))
@@ -268,8 +269,8 @@ class Hybrid(ServedStrategy):
         groups = RankGroups(self._counts(cluster_of(plan)), rank)
         if isinstance(levels_of(self)[-1], ContextParallel):
             return ring_replica(levels_of(self), plan, groups, context)
-        if isinstance(self.inner, ExpertParallel):
-            return expert_replica(self.inner, groups, context)
+        if isinstance(levels_of(self)[-1], ExpertParallel):
+            return expert_replica(levels_of(self), groups, context)
         mates = everyone.subgroup(groups.mates)
         # Ranks that get all parameters from the first of their mates read none.
         follows = bool(pipeline if sharded else outer and outer.begins_alike)

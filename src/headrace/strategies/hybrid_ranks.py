@@ -24,6 +24,7 @@ class RankGroups:
         mates: those that have the same stage and slice, in all replicas and parts.
         column: those that have the same slice.
         sharded: those that have the same replica and stage.
+        alike: those that have the same part and stage.
     """
 
     def __init__(self, counts: tuple[int, int, int, int], rank: int) -> None:
@@ -40,7 +41,7 @@ class RankGroups:
         self.replicas, self.parts, self.stages, self.slices = (along(level) for level in range(4))
         self.slice = places[3]
         self.devices, self.mates, self.column = along(2, 3), along(0, 1), along(0, 1, 2)
-        self.sharded = along(1, 3)
+        self.sharded, self.alike = along(1, 3), along(0, 3)
 
 
 def cluster_of(plan: Plan) -> Cluster:

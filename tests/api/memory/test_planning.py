@@ -175,9 +175,10 @@ def test_a_sharded_worker_holds_its_part() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mixture", [Routed, OwnStacked])
-def test_a_worker_holds_its_experts_and_the_rest(mixture: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("outer", [hr.Mirrored(1), hr.FullySharded(2)], ids=["whole", "sharded"])
+def test_a_worker_holds_its_experts_and_the_rest(outer: hr.Strategy, mixture: Callable[[], nn.Module]) -> None:
     """As many bytes as the workers of a run say that they hold; of a router's choice it is said what is assumed."""
-    strategy = hr.Hybrid(hr.Mirrored(1), hr.ExpertParallel(2))
+    strategy = hr.Hybrid(outer, hr.ExpertParallel(2))
     plan = plan_memory(read(mixture), strategy, choices=False)
     run = hr.fit(read(mixture), strategy, engine=hr.ThreadEngine(), device="cpu", check=False)
     ended = [event for event in run.events if isinstance(event, WorkerEnded)]

@@ -37,6 +37,7 @@ CHOSEN = {
     "one device": hr.OneDevice(),
     "parameter server": hr.ParameterServer(2, servers=1, staleness_bound=0),
     "pipeline": hr.Pipeline(2, micro_batches=4),
+    "sharded experts": hr.Hybrid(hr.FullySharded(2), hr.ExpertParallel(2)),
     "sharded replicas": hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2)),
     "sharded rings": hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2), hr.ContextParallel(2)),
     "sharded slices": hr.Hybrid(hr.FullySharded(2), hr.TensorParallel(2)),
@@ -116,6 +117,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "attending ring": functools.partial(Attending, False),
     "experts": functools.partial(Attending, True),
     "mirrored experts": functools.partial(Attending, True),
+    "sharded experts": functools.partial(Attending, True),
     "sharded rings": functools.partial(Attending, False),
 }
 """Of strategies that divide something that the other model does not have."""

@@ -38,8 +38,8 @@ def device_bytes(scene: Scene) -> int:
         # Besides its parts, a worker has the largest unit and its gradient, whole.
         sizes = [layer.parameter_bytes for layer in model.layers]
         slices = division.devices if division else 1
-        whole = 2 * max(sizes, default=model.parameter_bytes) // slices
-        state = model.parameter_bytes + (model.copies - 1) * trained
+        whole = round(2 * held(scene) * max(sizes, default=model.parameter_bytes)) // slices
+        state = frozen + round(model.copies * trained * held(scene))
         return state // (exchange.parts * slices) + whole + activations // slices
     if division:
         return (

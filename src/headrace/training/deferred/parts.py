@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,9 +93,13 @@ class Parts:
 
 
 @contextmanager
-def set_aside(module: nn.Module) -> Iterator[None]:
-    """Takes out of a module that was made in parts what has no memory; afterwards it is in its places again."""
-    names = parts.views if (parts := parts_of(module)) else ()
+def set_aside(module: nn.Module, names: Collection[str] | None = None) -> Iterator[None]:
+    """Takes out of a module what has no memory, of such names; afterwards it is in its places again.
+
+    None stands for all that a model made in parts has without memory.
+    """
+    if names is None:
+        names = parts.views.keys() if (parts := parts_of(module)) else ()
     empty = {id(each) for name, each in module.named_parameters() if name in names and each.is_meta}
     places = [
         (table, name, each)

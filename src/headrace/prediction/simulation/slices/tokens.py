@@ -8,8 +8,9 @@ from math import comb
 
 from headrace.devices import HOST
 from headrace.errors import UsageError
+from headrace.policies.behaviour import GradientSum
 from headrace.prediction.simulation.network import Way
-from headrace.prediction.simulation.rounds import synchronous
+from headrace.prediction.simulation.rounds import by_units, synchronous
 from headrace.prediction.simulation.scene import DeviceStep, Scene
 from headrace.prediction.simulation.slices.steps import device_steps
 from headrace.prediction.simulation.timeline import Timeline
@@ -77,11 +78,27 @@ def with_experts(scene: Scene, workers: int) -> Timeline:
         )
         for step in device_steps(scene)
     ]
-    algorithm = scene.assumptions.algorithm
-    rest = scene.network.all_reduce(scene.hosts, algorithm).part(1 - divided)
-    alike = scene.network.all_reduce(scene.hosts[::workers], algorithm).part(divided / workers)
-    timeline = synchronous(scene, steps, rest.then(alike), overlap=False)
+    timeline = _summed(scene, steps, workers, divided)
     return replace(timeline, moved_bytes=timeline.moved_bytes + moved)
+
+
+def _summed(scene: Scene, steps: Sequence[DeviceStep], workers: int, divided: float) -> Timeline:
+    """Simulates how such workers sum gradients: of experts, a part of all bytes, over replicas, and the rest over all.
+
+    Where parts of a replica shard what each of their workers holds, units are gathered among these.
+    """
+    network, algorithm, exchange = scene.network, scene.assumptions.algorithm, scene.behaviour.exchange
+    parts, hosts = exchange.parts if isinstance(exchange, GradientSum) else 1, scene.hosts
+    size = workers * parts
+    same_part = [host for rank, host in enumerate(hosts) if rank % size < workers]
+    rest = network.all_reduce(same_part, algorithm).part((1 - divided) / parts)
+    alike = network.all_reduce(hosts[::size], algorithm).part(divided / size)
+    if parts == 1:
+        return synchronous(scene, steps, rest.then(alike), overlap=False)
+    assert isinstance(exchange, GradientSum)
+    units = network.divided(hosts[:size:workers], algorithm, parts, exchange.gathers).part(exchange.sent * held(scene))
+    several = len({host.name for host in hosts}) > 1
+    return by_units(scene, steps, units.then(rest).then(alike), several or scene.cluster.device != HOST)
 
 
 def held(scene: Scene) -> float:
