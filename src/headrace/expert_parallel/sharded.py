@@ -23,7 +23,7 @@ from headrace.training.buckets import sum_over
 from headrace.trees import as_bytes
 
 
-class Shards(Protocol):
+class ShardedUnits(Protocol):
     """A module that ranks have sharded: `fully_sharded.ShardedModule`, whose members these are."""
 
     module: nn.Module
@@ -60,7 +60,7 @@ class ShardedExperts:
     def __init__(
         self,
         division: ExpertDivision,
-        shards: Shards,
+        shards: ShardedUnits,
         within: ProcessGroup,
         replica: ProcessGroup,
         alike: Collective,

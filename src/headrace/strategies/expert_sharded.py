@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
@@ -26,6 +29,9 @@ from headrace.strategies.hybrid_ranks import RankGroups
 from headrace.training.deferred.parts import set_aside
 from headrace.training.exchange import Replica
 from headrace.training.gradients import UsedParameters
+
+if TYPE_CHECKING:
+    from headrace.expert_parallel.division import ExpertDivision
 
 
 def units_around(sharded: FullySharded, inner: ExpertParallel, module: nn.Module) -> tuple[str, ...]:
@@ -91,21 +97,14 @@ def sharded_replica(
             lambda names: make_own(module, context.device, weights, names, read=False),
             division.experts,
         )
-    alike = group.subgroup(groups.alike)
-    replica = group.subgroup(groups.sharded)
+    alike, replica = group.subgroup(groups.alike), group.subgroup(groups.sharded)
     model = ShardedExperts(division, shards, within, replica, among(context, alike, groups.alike)() or alike)
     if weights:
         weights.read_parts(model.parts())
         weights.read(module, module.named_buffers())
     every_segment = by_experts_and_rows(context.model.parameters, division.experts, link.world, within.world)
 
-    def has(segment: Segment) -> bool:
-        part, owner = divmod(segment.owner, link.world)
-        expert = segment.parameter in division.experts
-        kept = part == within.rank or segment.parameter in shards.whole
-        return segment.owner == EVERY_WORKER or (kept and owner == (link.rank if expert else 0))
-
-    updater = updater_of_parts([each for each in every_segment if has(each)], model.pieces, whole, context)
+    updater = updater_of_parts(_held(every_segment, division, within.rank, shards.whole), model.pieces, whole, context)
     used = UsedParameters(group, len(model.pieces))
     compute = ShardedModel(model, context.objective, context.options, used, context.sample, total, False, context.scale)
     if group.rank == 0:
@@ -114,3 +113,14 @@ def sharded_replica(
     owners = {group.rank, EVERY_WORKER} if group.rank == 0 else {group.rank}
     measured = frozenset(each.parameter for each in every_segment if each.owner in owners)
     return Replica(compute, ShardedExchange(model, updater, context.clipper(), used, measured, mates))
+
+
+def _held(segments: Sequence[Segment], division: ExpertDivision, part: int, kept: Collection[str]) -> list[Segment]:
+    """Returns the segments that a rank with such a part holds; what is `kept` whole each of its ranks holds."""
+    held = []
+    for each in segments:
+        where, owner = divmod(each.owner, division.link.world)
+        its_own = owner == (division.link.rank if each.parameter in division.experts else 0)
+        if each.owner == EVERY_WORKER or (its_own and (where == part or each.parameter in kept)):
+            held.append(each)
+    return held
