@@ -107,6 +107,7 @@ CONFIGURATIONS = {
     "pipeline, 2, 1f1b, 3 x the batch": (text(batch=12), hr.Pipeline(2, 4, "1f1b")),
     "pipeline, 2, 12 x the batch": (text(batch=48), hr.Pipeline(2, 4)),
     "fully_sharded, 2 x pipeline, 2": (text(batch=8), hr.Hybrid(hr.FullySharded(2), hr.Pipeline(2, 4))),
+    "mirrored, 2 x pipeline, 2": (text(batch=8), hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2, 4))),
     "pipeline, 2, recompute": (text(batch=12), hr.Pipeline(2, 4, recompute="always")),
     "parameter_server, 2 + 1": (text(steps=4), hr.ParameterServer(2, 1)),
     "parameter_server, 2 + 2": (text(steps=4), hr.ParameterServer(2, 2)),

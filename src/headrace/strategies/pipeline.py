@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -222,6 +223,8 @@ class Pipeline(Strategy):
         placement, count = schedule.placement(), schedule.micro_batches
         part = StageModule(context.module, stages, placement, group.rank)
         part.release()
+        # What was traced is in cycles of references: the whole model, and results of its forward.
+        gc.collect()
         make_own(context.module, context.device, context.weights, part.parameters())
         channels = _channels(schedule, stages, context)
         context.closing.callback(channels.close)

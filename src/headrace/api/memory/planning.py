@@ -97,9 +97,11 @@ def plan_memory(job: Job, strategy: str | Strategy, choices: bool = True) -> Mem
 
 
 def stages_of(strategy: Strategy, workers: int = 1) -> Stages | None:
-    """Returns how a strategy divides one replica into stages, which may be sharded; None where it does not."""
+    """Returns how a strategy divides one replica into stages, sharded or mirrored ones; None where it does not."""
     division = strategy.behave(workers).division
-    known = all({"stages", "offload"} & describe_options(each).keys() for each in levels_of(strategy))
+    levels = levels_of(strategy)
+    mirrored = len(levels) == 2 and "balance" in describe_options(levels[0])
+    known = all({"stages", "offload"} & describe_options(each).keys() for each in levels[mirrored:])
     return division if isinstance(division, Stages) and known else None
 
 
