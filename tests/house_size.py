@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 128_339
+LINES = 128_378
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_021
@@ -12,15 +12,15 @@ CORE = 15_021
 
 CLOSURES = {
     "data": 900,
-    "data.loading.loader": 6_550,
+    "data.loading.loader": 6_570,
     "strategies.one_device": 10_090,
     "strategies.mirrored": 11_270,
-    "strategies.central_storage": 13_330,
-    "worker.main": 20_540,
-    "engine.local.process": 22_200,
+    "strategies.central_storage": 13_340,
+    "worker.main": 20_550,
+    "engine.local.process": 22_220,
     "parameter_server.core.shard": 1_250,
-    "serving.application": 3_890,
-    "api.fit": 33_640,
+    "serving.application": 3_910,
+    "api.fit": 33_660,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 

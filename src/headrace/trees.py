@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
@@ -221,3 +222,17 @@ def restored(value: Any) -> Any:
         return {"list": list, "tuple": tuple}[kind](restored(item) for item in inner)
     pairs = {restored(key): restored(item) for key, item in inner}
     return Counter(pairs) if kind == "counter" else pairs
+
+
+def described(value: Any) -> Any:
+    """Returns JSON values that say what a value is: of a class or a function its name, of an object what it holds."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): described(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [described(each) for each in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: described(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    name = getattr(value, "__qualname__", "")
+    return name or {"class": type(value).__qualname__, **{key: described(each) for key, each in vars(value).items()}}

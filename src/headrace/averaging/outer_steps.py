@@ -30,6 +30,10 @@ class OuterStep(ABC):
             parameters, the others as 0.
         weighted: whether the mean is weighted by examples.
         agrees: whether all workers go on from the same parameters.
+
+    Examples:
+        >>> issubclass(hr.Nesterov, hr.OuterStep), hr.Nesterov.copies_kept
+        (True, 2)
     """
 
     copies_kept: ClassVar[int] = 0
@@ -197,6 +201,14 @@ class AdaptiveStep(AnchoredStep):
 class FedAdam(AdaptiveStep):
     """The second moment is a moving average, as Adam's.
 
+    Attributes:
+        lr: outer learning rate.
+        betas: how much of the first and of the second moment stays, from one synchronization to the next.
+        tau: what is added to the root of the second moment: the smaller, the more adaptive.
+
+    Raises:
+        UsageError: a number is out of its range.
+
     Examples:
         >>> strategy = hr.ParameterAveraging(workers=2, period=2, outer=hr.FedAdam(lr=0.03))
         >>> hr.fit(job, strategy).status
@@ -208,14 +220,40 @@ class FedAdam(AdaptiveStep):
 
 
 class FedYogi(AdaptiveStep):
-    """The second moment moves by a share of the square, towards it: slower than Adam's where gradients shrink."""
+    """The second moment moves by a share of the square, towards it: slower than Adam's where gradients shrink.
+
+    Attributes:
+        lr: outer learning rate.
+        betas: how much of the first and of the second moment stays, from one synchronization to the next.
+        tau: what is added to the root of the second moment: the smaller, the more adaptive.
+
+    Raises:
+        UsageError: a number is out of its range.
+
+    Examples:
+        >>> hr.FedYogi(lr=0.03).tau
+        0.001
+    """
 
     def follow(self, second: Tensor, square: Tensor) -> None:
         second.addcmul_(square, torch.sign(second - square), value=self.betas[1] - 1)
 
 
 class FedAdagrad(AdaptiveStep):
-    """The second moment is the sum of all squares."""
+    """The second moment is the sum of all squares.
+
+    Attributes:
+        lr: outer learning rate.
+        betas: how much of the first and of the second moment stays; here of the first alone.
+        tau: what is added to the root of the second moment: the smaller, the more adaptive.
+
+    Raises:
+        UsageError: a number is out of its range.
+
+    Examples:
+        >>> hr.FedAdagrad(lr=0.03).tau
+        0.001
+    """
 
     def follow(self, second: Tensor, square: Tensor) -> None:
         second.add_(square)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
@@ -17,6 +16,7 @@ from headrace.strategies.checks import process_counts
 from headrace.strategies.context import ModelProbe, WorkerContext
 from headrace.strategies.refusals import Refusal
 from headrace.training.exchange import Replica
+from headrace.trees import described
 
 
 class Strategy(ShownAsTable):
@@ -125,19 +125,5 @@ class Strategy(ShownAsTable):
 
 def describe_options(strategy: Strategy) -> dict[str, object]:
     """Returns a strategy's fields as JSON values, so that they equal those that a checkpoint has."""
-    assert dataclasses.is_dataclass(strategy)
-    return {each.name: _described(getattr(strategy, each.name)) for each in dataclasses.fields(strategy)}
-
-
-def _described(value: object) -> object:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _described(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_described(each) for each in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: _described(getattr(value, each.name)) for each in dataclasses.fields(value)}
-    # A class or a function by its name; of another object also what it holds.
-    name = getattr(value, "__qualname__", "")
-    return name or {"class": type(value).__qualname__, **{key: _described(each) for key, each in vars(value).items()}}
+    found: dict[str, object] = described(strategy)
+    return found
