@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 128_378
+LINES = 128_380
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_021
@@ -16,7 +16,7 @@ CLOSURES = {
     "strategies.one_device": 10_090,
     "strategies.mirrored": 11_270,
     "strategies.central_storage": 13_340,
-    "worker.main": 20_550,
+    "worker.main": 20_560,
     "engine.local.process": 22_220,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_910,

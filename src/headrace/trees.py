@@ -234,5 +234,7 @@ def described(value: Any) -> Any:
         return [described(each) for each in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {each.name: described(getattr(value, each.name)) for each in dataclasses.fields(value)}
-    name = getattr(value, "__qualname__", "")
-    return name or {"class": type(value).__qualname__, **{key: described(each) for key, each in vars(value).items()}}
+    if name := getattr(value, "__qualname__", ""):
+        return name
+    held = getattr(value, "__dict__", None)
+    return repr(value) if held is None else {"class": type(value).__qualname__, **described(held)}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.strategies.strategy import describe_options
+from headrace.trees import described
 
 
 class Halved(hr.OuterStep):
@@ -40,6 +41,13 @@ def test_options_are_those_that_a_file_gives_back(strategy: hr.Strategy, option:
     found = describe_options(strategy)
     assert json.loads(json.dumps(found)) == found
     assert found[option] == described
+
+
+def test_values_without_attributes_are_their_text() -> None:
+    assert described({"folder": Path("weights"), "kind": nn.Linear}) == {
+        "folder": "PosixPath('weights')",
+        "kind": "Linear",
+    }
 
 
 @pytest.mark.slow
