@@ -9,14 +9,15 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from headrace.spec.weights import Weights
-from headrace.weights import saving
+from headrace.weights import reading, saving
 from weights.models import write
 
 
 def test_no_more_than_a_piece_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "_CHUNK", 1 << 16)
+    monkeypatch.setattr(reading, "_CHUNK", 1 << 16)
     trained = {
         "odd": torch.randn(3).bfloat16(),
         "flags": torch.tensor([True, False, True]),
@@ -27,7 +28,7 @@ def test_no_more_than_a_piece_is_in_memory(tmp_path: Path, monkeypatch: pytest.M
     folder = write(tmp_path / "base", {name: torch.zeros_like(each) for name, each in trained.items()}, 2)
     save_file(trained, tmp_path / "model.safetensors")
     tracemalloc.start()
-    saving.save_like(Weights(str(folder)), tmp_path / "model.safetensors", tmp_path / "tuned")
+    saving.save_like(Weights(str(folder)), nn.Identity(), tmp_path / "model.safetensors", tmp_path / "tuned")
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 1 << 20

@@ -202,7 +202,7 @@ class Run:
                 from headrace.spec.weights import Weights
                 from headrace.weights.saving import save_like
 
-                save_like(Weights.of(self.job.weights), self._saved(), path)
+                save_like(Weights.of(self.job.weights), self.template, self._saved(), path)
             else:
                 self.model.save_pretrained(path)  # type: ignore[operator]
             if callable(saves):

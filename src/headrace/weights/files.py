@@ -13,9 +13,12 @@ import glob
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -34,21 +37,31 @@ _WHOLE = "model.safetensors"
 _OTHER_FORMS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 _POINTER = b"version "
 """What a file begins with that git's LFS has in the place of a large one."""
+WORDS = {dtype: word for word, dtype in NAMES.items()}
+"""The format's name of each of torch's types."""
 T = TypeVar("T", int, Tensor)
 _REMEDY = "copy it again"
 
 
 @dataclass(frozen=True)
+class Extent:
+    """Elements that follow each other in a file, from one of its bytes on."""
+
+    file: SourceFile
+    begin: int
+    elements: int
+
+
+@dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: its torch type and shape, and the byte of the file at which it begins.
+    """A tensor in files: its torch type and shape, and the extents of its flattened elements.
 
     `run` makes it a slice: of all runs of so many elements those of a rank, of which there are `world`.
     """
 
-    file: SourceFile
     dtype: str
     shape: tuple[int, ...]
-    begin: int
+    extents: tuple[Extent, ...]
     run: int = 0
     rank: int = 0
     world: int = 1
@@ -56,6 +69,21 @@ class StoredTensor:
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(extent.elements for extent in self.extents))
+
+    def parts(self, start: int, elements: int) -> Iterator[Extent]:
+        """Yields where elements of the whole tensor are that follow each other."""
+        size = BYTES[WORDS[self.dtype]]
+        at = bisect_right(self._ends, start)
+        while elements:
+            extent = self.extents[at]
+            inside = start - (self._ends[at] - extent.elements)
+            count = min(elements, extent.elements - inside)
+            yield Extent(extent.file, extent.begin + inside * size, count)
+            start, elements, at = start + count, elements - count, at + 1
 
     def place(self, element: T) -> T:
         """Returns which element of the tensor an element of a slice is, or which each of several is."""
@@ -89,7 +117,9 @@ def find_tensors(where: str | os.PathLike[str]) -> dict[str, StoredTensor]:
             f"{names_of(lost)}; copy the missing files there"
         )
     found = _joined([by_name[file] for file in sorted({*listed.values()})], place)
-    if lost := [name for name, file in listed.items() if name not in found or _base(found[name].file) != file]:
+    if lost := [
+        name for name, file in listed.items() if name not in found or _base(found[name].extents[0].file) != file
+    ]:
         raise DataError(
             f"the {INDEX} of {place} has {len(lost):,} tensors that are not in the files that it names: "
             f"{names_of(lost)}; {_REMEDY}"
@@ -175,7 +205,7 @@ def _joined(files: Sequence[SourceFile], place: str) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for tensors in map_files(_tensors, files):
         if twice := [name for name in tensors if name in found]:
-            one, other = (_base(each[twice[0]].file) for each in (found, tensors))
+            one, other = (_base(each[twice[0]].extents[0].file) for each in (found, tensors))
             raise DataError(
                 f"{one} and {other} of {place} both have {names_of(twice)}; name one file, or add an {INDEX}"
             )
@@ -219,7 +249,10 @@ def _tensors(file: SourceFile) -> dict[str, StoredTensor]:
             f"the format does not allow; {_REMEDY}"
         )
     first = PREFIX + count
-    return {name: StoredTensor(file, dtype, shape, first + begin) for name, (dtype, shape, begin, _) in places.items()}
+    return {
+        name: StoredTensor(dtype, shape, (Extent(file, first + begin, math.prod(shape)),))
+        for name, (dtype, shape, begin, _) in places.items()
+    }
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

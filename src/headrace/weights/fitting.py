@@ -14,6 +14,7 @@ from headrace.errors import UsageError
 from headrace.modules import is_dense
 from headrace.spec.weights import Weights
 from headrace.weights.adapters import names_of_base
+from headrace.weights.conversions import convert
 from headrace.weights.files import StoredTensor, absolute, find_tensors, names_of
 from headrace.weights.reading import StoredValues, same_content
 
@@ -44,16 +45,17 @@ def find_weights(weights: Weights, module: nn.Module, without: str, tables: Sequ
     found: dict[str, StoredTensor] = {}
     names: dict[str, str] = {}
     places, apart = names_of_base(module, first, stored)
-    for name, each in stored.items():
-        for place_of in places.get(weights.renamed(name), ()):
+    converted = convert(module, {name: weights.renamed(name) for name in stored}, stored)
+    for each in converted:
+        for place_of in places.get(each.name, ()):
             own = first[place_of]
-            if own in found and not same_content(found[own], each):
+            if own in found and not same_content(found[own], each.tensor):
                 raise UsageError(
-                    f"the model has one tensor as {names[own]!r} and {name!r}, and the two in {place} differ; tie them "
-                    "there, or not in the model"
+                    f"the model has one tensor as {names[own]!r} and {each.sources[0]!r}, and the two in {place} "
+                    "differ; tie them there, or not in the model"
                 )
             if own not in found:
-                found[own], names[own] = each, name
+                found[own], names[own] = each.tensor, each.sources[0]
     missing = {*_fitting(weights.missing, list(tensors), "missing", "of the model")}
     if there := [name for name in missing if name in found]:
         raise UsageError(
@@ -61,7 +63,7 @@ def find_weights(weights: Weights, module: nn.Module, without: str, tables: Sequ
             "is there in unused, too"
         )
     missing |= {first[name] for name in apart}
-    unknown = [name for name in stored if weights.renamed(name) not in places]
+    unknown = [name for each in converted if each.name not in places for name in each.sources]
     _require_names(place, stored, {*places}, [name for name in tensors if name not in {*found, *missing}], unknown)
     tensors = {name: each for name, each in tensors.items() if name in found}
     if problems := list(_misfits(tensors, found)):

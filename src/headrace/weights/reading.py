@@ -84,7 +84,7 @@ def _fill_chunk(chunk: Target) -> None:
     content = target if in_place else torch.empty(len(target), dtype=dtype)
     if not stored.run:
         _read(stored, start, content)
-    elif stored.file.remote is None and stored.run * dtype.itemsize >= _LEAST_RUN:
+    elif stored.extents[0].file.remote is None and stored.run * dtype.itemsize >= _LEAST_RUN:
         at = 0
         while at < len(content):
             length = min(len(content) - at, stored.run - (start + at) % stored.run)
@@ -101,17 +101,25 @@ def _fill_chunk(chunk: Target) -> None:
 
 
 def _read(stored: StoredTensor, start: int, content: Tensor) -> None:
-    place = stored.begin + start * content.dtype.itemsize
-    stored.file.read_into(place, content.view(torch.uint8).numpy().data)
+    at = 0
+    for extent in stored.parts(start, len(content)):
+        part = content[at : at + extent.elements]
+        extent.file.read_into(extent.begin, part.view(torch.uint8).numpy().data)
+        at += extent.elements
+
+
+def chunks(stored: StoredTensor) -> Iterator[Tensor]:
+    """Yields the bytes of a tensor, one chunk after the other."""
+    dtype = getattr(torch, stored.dtype)
+    most = _CHUNK // dtype.itemsize
+    for start in range(0, stored.elements, most):
+        content = torch.empty(min(most, stored.elements - start), dtype=dtype)
+        _read(stored, start, content)
+        yield content.view(torch.uint8)
 
 
 def same_content(one: StoredTensor, other: StoredTensor) -> bool:
     """Tells whether two stored tensors have the same form and bytes."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    size = getattr(torch, one.dtype).itemsize * one.elements
-    return all(
-        one.file.read(one.begin + at, min(_CHUNK, size - at))
-        == other.file.read(other.begin + at, min(_CHUNK, size - at))
-        for at in range(0, size, _CHUNK)
-    )
+    return all(torch.equal(each, again) for each, again in zip(chunks(one), chunks(other), strict=True))

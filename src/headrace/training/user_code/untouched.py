@@ -184,7 +184,7 @@ class _State:
             slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
             slots = [name for name in slots if getattr(value, name, _NOTHING) is not _NOTHING]
             for name in slots:
-                self._undo.append(partial(setattr, value, name, getattr(value, name)))
+                self._undo.append(partial(_set_again, value, name, getattr(value, name)))
             inside = [getattr(value, name) for name in slots]
             return [state, *inside] if isinstance(state, dict) else inside
         return ()
@@ -263,9 +263,10 @@ def _set_content(cell: CellType, content: list[Any]) -> None:
             cell.cell_contents = value
 
 
-def _set_again(kind: type, name: str, value: Any) -> None:
-    if vars(kind).get(name) is not value:
-        setattr(kind, name, value)
+def _set_again(owner: Any, name: str, value: Any) -> None:
+    if getattr(owner, name, _NOTHING) is not value:
+        # An object may refuse it, as one that is frozen does.
+        (type if isinstance(owner, type) else object).__setattr__(owner, name, value)
 
 
 def _slots(kind: type) -> Iterable[str]:
