@@ -302,6 +302,7 @@ def test_the_process_stays_within_the_memory_limit_too(order: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_python")
 def test_an_interpreter_ends_in_the_middle_of_a_loop() -> None:
     code = (
         "import torch, headrace as hr\n"
@@ -314,6 +315,23 @@ def test_an_interpreter_ends_in_the_middle_of_a_loop() -> None:
             [sys.executable, "-c", code.format(way)], capture_output=True, text=True, timeout=DEADLINE_S, check=False
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")
+
+
+@pytest.mark.slow
+def test_a_fork_that_ends_in_the_middle_of_a_loop_ends_no_reader_of_its_parent() -> None:
+    code = (
+        "import os, sys, torch, headrace as hr\n"
+        "pipeline = hr.data.from_arrays(torch.arange(100)).map(lambda e: e, parallel='processes')\n"
+        "shares = hr.data.Loader(pipeline, 0, 4, (1,), 0).rounds(0, 25)\n"
+        "next(shares)\n"
+        "if not (pid := os.fork()):\n"
+        "    sys.exit()\n"
+        "assert os.waitpid(pid, 0)[1] == 0\n"
+        "print(len(list(shares)))\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "24\n", "")
 
 
 def test_who_reads_says_nothing_to_the_order() -> None:

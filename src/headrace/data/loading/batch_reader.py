@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import threading
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from itertools import chain
 from time import perf_counter
 
@@ -79,6 +81,16 @@ class BatchReader:
             reading.memory_limit,
         )
         processes: list[ReaderProcesses] = []
+        ends, forget = [partial(_end, prefetcher, processes, os.getpid())], atexit.unregister
+
+        def end() -> None:
+            while ends:
+                ends.pop()()
+
+        # A loop that a program leaves is collected after its end, when modules have lost their functions. In another
+        # thread it may still read then, and is not collected.
+        if threading.current_thread() is threading.main_thread():
+            atexit.register(end)
         self.prefetcher = prefetcher
         try:
             modes = self._modes()
@@ -101,11 +113,8 @@ class BatchReader:
                     self._switch(mode, prefetcher, processes)
         finally:
             self.prefetcher = None
-            # The prefetcher's threads may wait for the processes.
-            for process in processes:
-                process.end()
-            prefetcher.close()
-            _close(processes)
+            forget(end)
+            end()
 
     def _begin(self, prefetcher: Prefetcher, modes: ReadModes) -> Generator[tuple[Part, ReadResult], None, ReadMode]:
         """Times the first batches, which it yields, and returns the mode to begin with."""
@@ -218,6 +227,16 @@ class BatchReader:
             return self._reader.read_part(part)
 
         return read
+
+
+def _end(prefetcher: Prefetcher, processes: list[ReaderProcesses], pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a fork, where these are not its own
+    # The prefetcher's threads may wait for the processes.
+    for process in processes:
+        process.end()
+    prefetcher.close()
+    _close(processes)
 
 
 def _close(processes: list[ReaderProcesses]) -> None:
