@@ -37,7 +37,10 @@ from headrace.machine.allocator import prefer_large_pages
 
 IMPORTED = ("torch._dynamo", "headrace.engine.local.process", "headrace.engine.local.fork_server_main",
             "headrace.engine.local.engine", "headrace.cli", "headrace.api.fit", "headrace.api.comparison",
-            "sklearn.datasets", "rich.progress",
+            "headrace.strategies.mirrored", "headrace.models.zoo", "headrace.data.datasets",
+            "headrace.parameter_server.replication.failover", "headrace.expert_parallel.balance",
+            "sklearn.datasets", "rich.progress", "typer._adapters", "pydantic.plugin._loader",
+            "torch.utils.serialization.config", "torch.profiler._cupti_monitor",
             "datasets", "transformers.models.gpt2.modeling_gpt2", "transformers.data.data_collator",
             "pytest", "hypothesis")  # fmt: skip
 AT_LOAD = ("OMP_", "MKL_", "KMP_", "GOMP_", "LD_", "GLIBC_", "TORCH_", "LC_", "LANG", "PYTHON")
