@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 128_625
+LINES = 128_753
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
-CORE = 15_021
+CORE = 15_030
 """Of the files that docs/architecture.md names as the core."""
 
 CLOSURES = {
     "data": 900,
     "data.loading.loader": 6_570,
-    "strategies.one_device": 10_090,
-    "strategies.mirrored": 11_270,
-    "strategies.central_storage": 13_340,
-    "worker.main": 20_560,
-    "engine.local.process": 22_220,
+    "strategies.one_device": 10_110,
+    "strategies.mirrored": 11_310,
+    "strategies.central_storage": 13_380,
+    "worker.main": 20_590,
+    "engine.local.process": 22_250,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_910,
-    "api.fit": 33_660,
+    "api.fit": 33_690,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 

@@ -324,6 +324,16 @@ def derived_state(module: nn.Module) -> list[str]:
     ]
 
 
+def beside_frozen(module: nn.Module) -> dict[str, str]:
+    """Returns the frozen parameters of which a state dict has more than their values, by the names of what it has.
+
+    Such names begin with the parameter's: "weight.absmax" are the scales of a weight in 4 bits.
+    """
+    own = [name for name, each in module.named_parameters(remove_duplicate=False) if not each.requires_grad]
+    derived = derived_state(module) if own else ()
+    return {key: name for key in derived for name in own if key.startswith(f"{name}.")}
+
+
 def _spec(name: str, tensor: Tensor) -> ParameterSpec:
     return ParameterSpec(
         name=name,

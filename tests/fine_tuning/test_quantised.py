@@ -24,8 +24,15 @@ EQUAL: dict[str, hr.Strategy] = {
     "mirrored": hr.Mirrored(2),
     "central_storage": hr.CentralStorage(2),
     "parameter_server": hr.ParameterServer(2, staleness_bound=0),
+    "fully_sharded": hr.FullySharded(2),
+    "hybrid": hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2)),
 }
-DIVIDED = (hr.FullySharded(2), hr.TensorParallel(2), hr.Pipeline(2))
+DIVIDED = (
+    hr.TensorParallel(2),
+    hr.Pipeline(2),
+    hr.Hybrid(hr.FullySharded(2), hr.Pipeline(2)),
+    hr.Hybrid(hr.FullySharded(2), hr.TensorParallel(2)),
+)
 
 
 class Packed(nn.Module):

@@ -22,7 +22,7 @@ from headrace.checkpoint.forms import encode as dense_parts
 from headrace.checkpoint.header import BYTES, NAMES, PREFIX, TensorEntry, encode, parse
 from headrace.collectives.base import ProcessGroup, gather_bytes
 from headrace.machine import disk
-from headrace.modules import is_dense
+from headrace.modules import beside_frozen, is_dense
 from headrace.spec.model import ModelSpec
 from headrace.trees import as_bytes
 
@@ -51,6 +51,12 @@ def save_in_parts(
         Whether the files are there: not where it cannot be written, or a tensor has no form of its own in such files.
     """
     names = _names_in_state(module)
+    if beside := beside_frozen(module).keys():
+        # Each rank has them, as they are.
+        names[""] = [name for name in names[""] if name not in beside]
+        names = {key: own for key, own in names.items() if own}
+        state = module.state_dict() if group.rank == 0 else {}
+        extra = {**extra, **{name: state[name] for name in beside & state.keys()}}
     (front, *_) = gather_bytes(group, _front(names, module, model, extra) if group.rank == 0 else b"")
     if not front:
         return False

@@ -20,6 +20,7 @@ from headrace import internals
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.devices import synchronize
 from headrace.errors import UnfitMachine, UsageError
+from headrace.fully_sharded.forms import FrozenForms
 from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink, UnitGather, UnitLink, UnitScatter
 from headrace.fully_sharded.units import is_kept_whole, unit_parameters, written
 from headrace.hooks import hooks_of
@@ -114,6 +115,7 @@ class ShardedModule:
             for unit, each in zip(units, names, strict=True)
         ]
         self._fill = fill
+        self._forms = FrozenForms(module)
         self._offload = form.offload
         self._parts = self._shard(units, names, guards, set(kept.values()), form.reshard, closing)
         self._guards = guards
@@ -129,7 +131,8 @@ class ShardedModule:
     def _bytes(self, parameters: Mapping[str, nn.Parameter], trained: bool = False) -> int:
         """Returns the bytes of a unit that is gathered, or of what is `trained` of it."""
         return sum(
-            _padded(each.shape, self._group.world) * (self.half or each.dtype).itemsize
+            _padded(each.shape, self._group.world)
+            * (self.half if self.half and each.is_floating_point() else each.dtype).itemsize
             for each in parameters.values()
             if each.requires_grad or not trained
         )
@@ -153,9 +156,7 @@ class ShardedModule:
         for index, unit in enumerate(units):
             # Now, so that no more than one unit is there whole.
             self._fill(names[index])
-            for name in names[index]:
-                parameter = self.module.get_parameter(name)
-                parameter.data = parameter.data.contiguous()
+            self._forms.take_off(names[index])
             part = self.module.get_submodule(unit)
             # Before torch's own hook, which would be lost where what it hangs on is changed in place, and which
             # releases the parameters; torch's own that gathers them goes first.
@@ -172,6 +173,7 @@ class ShardedModule:
                 offload_policy=place,
                 ignored_params=whole,
             )
+            self._forms.carry(names[index])
             part.register_forward_pre_hook(guards[index].require_places, prepend=True)
             assert isinstance(part, FSDPModule)
             part.set_custom_all_gather(cast(Any, UnitGather(self._link, index)))
@@ -190,6 +192,7 @@ class ShardedModule:
         """Notes of which parameters there is a gradient."""
         for part, its_own in zip(self._parts, names, strict=True):
             part.unshard()
+            self._forms.put_on(part, its_own)
             for name in its_own:
                 whole = self.module.get_parameter(name)
                 if whole.requires_grad:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import UsageError
+from headrace.modules import beside_frozen
 from headrace.training.recompute.blocks import entries_of_containers
 
 AUTO = "auto"
@@ -81,6 +82,17 @@ def refuse_hooks(names: Sequence[str]) -> None:
             "hooks (register_hook, register_post_accumulate_grad_hook) would see no gradient; use mirrored or "
             "central_storage, or change the loss or Options(clip_norm=...)"
         )
+
+
+def refuse_cast(module: nn.Module) -> None:
+    """Raises UsageError for what may be other numbers packed into floats, where units are gathered in bfloat16."""
+    for key, name in beside_frozen(module).items():
+        if (parameter := module.get_parameter(name)).is_floating_point() and parameter.dtype != torch.bfloat16:
+            raise UsageError(
+                f"{name!r} is frozen, of {parameter.dtype}, and has {key!r} beside it: if it is packed, "
+                "param_dtype='bf16' would round what is in it; load the base with bnb_4bit_quant_storage=torch.uint8 "
+                "or torch.bfloat16, or leave param_dtype out"
+            )
 
 
 def refuse_kept(module: nn.Module) -> None:

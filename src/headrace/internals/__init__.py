@@ -323,6 +323,13 @@ def name_ranks(mesh: Any, name: str, ranks: Any) -> None:
     mesh._pg_registry[name] = ranks
 
 
+def replace_gathered(part: Any, made: Mapping[int, Any]) -> None:
+    """Puts others in the places of what a unit of `fully_shard` has gathered, by their ids, from its next gathering."""
+    for group in part._get_fsdp_state()._fsdp_param_groups:
+        for each in group.fsdp_params:
+            each._unsharded_param = made.get(id(each._unsharded_param), each._unsharded_param)
+
+
 def register_outputs(model: Any) -> None:
     """Tells the transformers library what it may record of a model's forward, as constructors do in their process."""
     table: Any = getattr(sys.modules.get("transformers.utils.output_capturing"), "_CAN_RECORD_REGISTRY", None)

@@ -9,7 +9,7 @@ from torch import nn
 
 from headrace.devices import DEVICES, DeviceKind, kind_of, one_each
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
-from headrace.modules import derived_state
+from headrace.modules import beside_frozen, derived_state
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import (
@@ -115,9 +115,13 @@ def refuse_coupled(name: str, model: ModelSpec) -> None:
         raise UsageError(f"{needs}, and {name} divides the parameters among processes; {model.optimizer.remedy}")
 
 
-def refuse_derived_state(name: str, module: nn.Module) -> None:
-    """Raises UsageError if a state dict has other tensors than the model, under a strategy whose ranks have parts."""
-    if derived := derived_state(module):
+def refuse_derived_state(name: str, module: nn.Module, carries_frozen: bool = False) -> None:
+    """Raises UsageError if a state dict has other tensors than the model, under a strategy whose ranks have parts.
+
+    Where a strategy `carries_frozen`, those beside a frozen parameter, as scales of numbers in 4 bits, may be there.
+    """
+    beside = beside_frozen(module).keys() if carries_frozen else ()
+    if derived := [key for key in derived_state(module) if key not in beside]:
         raise UsageError(
             f"{', '.join(map(repr, derived)):.200}: the model's state_dict makes these tensors of others (a hook, or a "
             f"state_dict of its own), and under {name} a worker has parts of the others; keep what is saved in "

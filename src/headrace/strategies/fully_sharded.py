@@ -27,7 +27,7 @@ from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective
 from headrace.devices import HOST
 from headrace.errors import UsageError
-from headrace.fully_sharded.units import AUTO, find_units, refuse_hooks, refuse_kept
+from headrace.fully_sharded.units import AUTO, find_units, refuse_cast, refuse_hooks, refuse_kept
 from headrace.hooks import hooked_parameters
 from headrace.machine.allocator import give_back
 from headrace.modules import without_data
@@ -127,7 +127,9 @@ class FullySharded(Strategy):
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
         # Only to refuse what cannot be sharded before any process starts.
-        refuse_derived_state(self.name, probe.module)
+        refuse_derived_state(self.name, probe.module, carries_frozen=True)
+        if self.param_dtype:
+            refuse_cast(probe.module)
         find_units(probe.module, self.units)
         refuse_hooks(hooked_parameters(dict(probe.module.named_parameters())))
         refuse_kept(probe.module)

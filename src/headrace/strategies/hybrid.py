@@ -133,7 +133,7 @@ class Hybrid(ServedStrategy):
         return *(refusal for each in levels_of(self) for refusal in each.refusals()), *own
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
-        refuse_derived_state(self.name, probe.module)
+        refuse_derived_state(self.name, probe.module, {*map(type, levels_of(self))} <= {Mirrored, FullySharded})
         if isinstance(levels_of(self)[-1], ExpertParallel):
             return inspect_experts(levels_of(self), model, probe)
         if isinstance(levels_of(self)[-1], ContextParallel):

@@ -32,6 +32,7 @@ from headrace.training.shared_buffers.batch_norm import averaged_buffers
 from headrace.training.shared_buffers.synced import average_by_weight
 from headrace.training.synchronization import PeriodicSync
 from headrace.training.update import AVERAGE, OURS, PARAMETER
+from headrace.trees import as_bytes
 from headrace.worker.attributes import drawn_of
 from headrace.worker.evaluations.early_stopping import EarlyStopper
 from headrace.worker.session import WorkerSession, seed_torch
@@ -298,6 +299,11 @@ def making_sense(path: Path) -> Iterator[None]:
         raise CorruptCheckpoint(path, f"its content makes no sense: {type(error).__name__}: {error}") from error
 
 
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Tells whether two dense tensors of one shape are alike; numbers packed into floats may be no number."""
+    return torch.equal(*(as_bytes(each.detach().cpu().contiguous()) for each in (one, other)))
+
+
 class LoadedCheckpoint:
     """The content of a checkpoint, read and verified."""
 
@@ -330,7 +336,7 @@ class LoadedCheckpoint:
             for name, tensor in parameters_and_buffers(module):
                 if not tensor.is_meta:
                     own = f"{name.partition('/')[2]}."
-                    if any(each.startswith(own) for each in beside) and not torch.equal(tensor, self._model[name]):
+                    if any(each.startswith(own) for each in beside) and not _same_bits(tensor, self._model[name]):
                         # Scales of numbers in 4 bits, say, which are those of the base that was built now.
                         raise CheckpointMismatch(self.path, (f"{own[:-1]!r} has other values, and others beside it",))
                     restore(tensor, self._model[name])

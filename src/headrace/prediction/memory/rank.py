@@ -176,7 +176,9 @@ class HollowRank:
         """Returns the bytes of what lives now, by what it is."""
         updater = exchange.updater
         every = [*module.parameters(), *(updater.parameters if updater else ())]
-        kinds = {_address(each): "parameters" if _address(each) in own else "gathered" for each in every}
+        # Its parts of frozen units, too, while these are whole.
+        kinds = dict.fromkeys(own, "parameters")
+        kinds |= {_address(each): "gathered" for each in every if _address(each) not in own}
         kinds |= {_address(each): "buffers" for each in module.buffers()}
         kinds |= {_address(each): "batch" for each in tensors_of(self.batch)}
         kinds |= {_address(each.grad): "gradients" for each in every if each.grad is not None}
