@@ -108,6 +108,16 @@ CONFIGURATIONS = {
     "pipeline, 2, 12 x the batch": (text(batch=48), hr.Pipeline(2, 4)),
     "fully_sharded, 2 x pipeline, 2": (text(batch=8), hr.Hybrid(hr.FullySharded(2), hr.Pipeline(2, 4))),
     "mirrored, 2 x pipeline, 2": (text(batch=8), hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2, 4))),
+    "averaging, 2 x pipeline, 2": (text(batch=8), hr.Hybrid(hr.ParameterAveraging(2, 2), hr.Pipeline(2, 4))),
+    "averaging, nesterov, 2 x pipeline, 2": (
+        text(batch=8),
+        hr.Hybrid(hr.ParameterAveraging(2, 2, "nesterov"), hr.Pipeline(2, 4)),
+    ),
+    "mirrored, 2 x fully_sharded, 2 x pipeline, 2": (
+        text(batch=16),
+        hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2), hr.Pipeline(2, 4)),
+    ),
+    "pipeline, 2 x tensor_parallel, 2": (text(), hr.Hybrid(hr.Pipeline(2, 4), hr.TensorParallel(2))),
     "pipeline, 2, recompute": (text(batch=12), hr.Pipeline(2, 4, recompute="always")),
     "parameter_server, 2 + 1": (text(steps=4), hr.ParameterServer(2, 1)),
     "parameter_server, 2 + 2": (text(steps=4), hr.ParameterServer(2, 2)),

@@ -252,6 +252,21 @@ def test_stages_that_are_mirrored_share_their_gradients_and_the_sum() -> None:
         assert near(memory.exchange - alone.roles[name].exchange, 3 * memory.parameters)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("outer", "copies"), [(None, 2), ("nesterov", 4)])
+def test_stages_that_are_averaged_share_copies_of_the_parameters(outer: str | None, copies: int) -> None:
+    strategy = hr.Hybrid(hr.ParameterAveraging(2, 16, outer), hr.Pipeline(2, 4))
+    divided = plan_memory(job(batch=128), strategy, choices=False)
+    alone = plan_memory(job(batch=64), hr.Pipeline(2, 4), choices=False)
+    assert divided.roles.keys() == {"rank 0", "rank 1"}
+    for name, memory in divided.roles.items():
+        assert memory.parameters == alone.roles[name].parameters
+        assert memory.state == alone.roles[name].state
+        # Those of both replicas, with Nesterov's last mean and its momentum, and what sums go through.
+        more = memory.exchange - alone.roles[name].exchange
+        assert near(more, copies * memory.parameters + 2 * slot_bytes(2))
+
+
 def test_a_schedule_and_recomputation_are_choices_of_a_pipeline() -> None:
     plan = plan_memory(job(batch=1024), hr.Pipeline(2, 8))
     assert {"recompute='always'", "schedule='1f1b'"} <= plan.choices.keys()
@@ -318,12 +333,6 @@ class Looking(nn.Linear):
     ("given", "strategy", "error", "told"),
     [
         (job(), hr.Hybrid(hr.Pipeline(2), hr.TensorParallel(2)), UsageError, "a stage of a pipeline waits"),
-        (
-            job(),
-            hr.Hybrid(hr.ParameterAveraging(2, period=2), hr.Pipeline(2)),
-            UsageError,
-            "a stage of a pipeline waits",
-        ),
         (job(), hr.Hybrid(hr.ParameterServer(2, servers=2), hr.Pipeline(2)), UsageError, "a stage of a pipeline waits"),
         (job(), hr.ParameterServer(2, backups=1), UsageError, "backups=1 copies what a server holds"),
         (job(), hr.Downpour(2, transport="tcp"), UsageError, "transport='tcp' holds what is on its way"),

@@ -38,7 +38,9 @@ from headrace.spec.plan import Plan
 from headrace.strategies import FullySharded, Hybrid, Strategy, resolve
 from headrace.strategies.context import ModelProbe
 from headrace.strategies.hybrid import levels_of
+from headrace.strategies.hybrid_levels import by_kind
 from headrace.strategies.refusals import refuse
+from headrace.strategies.served_hybrid import Served
 from headrace.strategies.strategy import describe_options
 from headrace.training.deferred.lending import lending
 from headrace.training.deferred.parts import Deferral
@@ -97,11 +99,10 @@ def plan_memory(job: Job, strategy: str | Strategy, choices: bool = True) -> Mem
 
 
 def stages_of(strategy: Strategy, workers: int = 1) -> Stages | None:
-    """Returns how a strategy divides one replica into stages, sharded or mirrored ones; None where it does not."""
+    """Returns how a strategy divides one replica into stages that can be planned; None where it has none."""
     division = strategy.behave(workers).division
-    levels = levels_of(strategy)
-    mirrored = len(levels) == 2 and "balance" in describe_options(levels[0])
-    known = all({"stages", "offload"} & describe_options(each).keys() for each in levels[mirrored:])
+    data, _, _, tensor = by_kind(levels_of(strategy))
+    known = tensor is None and not isinstance(data, Served)
     return division if isinstance(division, Stages) and known else None
 
 
