@@ -123,6 +123,10 @@ CONFIGURATIONS = {
     "parameter_server, 2 + 2": (text(steps=4), hr.ParameterServer(2, 2)),
     "parameter_server, 2 + 1, in rounds": (text(steps=4), hr.ParameterServer(2, 1, staleness_bound=0)),
     "parameter_server, 2 + 1, bf16": (text(steps=4), hr.ParameterServer(2, 1, push_codec="bf16", pull_codec="bf16")),
+    "parameter_server, 2 + 1, tcp": (text(steps=4), hr.ParameterServer(2, 1, transport="tcp")),
+    "parameter_server, 2 + 2, tcp": (text(steps=4), hr.ParameterServer(2, 2, transport="tcp")),
+    "parameter_server, 2 + 1, backups": (text(steps=4), hr.ParameterServer(2, 1, backups=1)),
+    "downpour, 2 + 1, tcp": (text(steps=4), hr.Downpour(2, 1, push_every=2, fetch_every=2, transport="tcp")),
     "downpour, 2 + 1": (text(steps=4), hr.Downpour(2, 1, push_every=2, fetch_every=2)),
     "downpour, 2 + 2, every step": (text(steps=4), hr.Downpour(2, 2, push_every=1, fetch_every=1)),
     "downpour, 2 + 1, waits": (text(steps=4), hr.Downpour(2, 1, push_every=2, fetch_every=2, overlap=False)),
@@ -151,7 +155,7 @@ def planned(job: hr.Job, strategy: hr.Strategy) -> dict[str, int]:
     roles = plan.roles or {"worker": plan.memory}
     found: dict[str, int] = {}
     for role, memory in roles.items():
-        name = "server" if role.startswith("server") else "worker"
+        name = "server" if role.startswith(("server", "backup")) else "worker"
         found[name] = max(found.get(name, 0), memory.peak)
     return found
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
+from api.memory.stacks import LAYERS, PARAMETERS, WIDTH, blocks, job, near, stack
 from headrace.api.memory import quantised
 from headrace.api.memory.planning import plan_memory
 from headrace.cli import run
-from headrace.collectives.shared_memory import slot_bytes
 from headrace.errors import JobError, UsageError
 from headrace.prediction.memory.kinds import KINDS, RankMemory
 from headrace.report.format import byte_count
@@ -25,47 +25,6 @@ from headrace.spec.events import WorkerEnded
 from strategies.mixtures import OwnStacked, Routed, read
 from training.block_state import BLOCK, Blockwise
 from training.odd_optimizers import Written
-
-WIDTH, LAYERS = 256, 4
-PARAMETERS = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
-
-
-def stack() -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
-
-
-def blocks() -> nn.Module:
-    """Pairs of layers that are cut, of as many parameters."""
-    half = LAYERS // 2
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(half))
-    )
-
-
-def squares(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
-def job(
-    model: Callable[[], nn.Module] | nn.Module = stack,
-    optimizer: Any = torch.optim.Adam,
-    batch: int = 64,
-    **options: Any,
-) -> hr.Job:
-    return hr.Job(
-        model=model,
-        loss=squares,
-        optimizer=partial(optimizer, lr=1e-3),
-        data=(torch.ones(2 * batch, WIDTH), torch.zeros(2 * batch, WIDTH)),
-        global_batch_size=batch,
-        steps=2,
-        options=hr.Options(**options),
-    )
-
-
-def near(found: int, expected: int) -> bool:
-    """Within the pages and the counters that a hand does not add up."""
-    return abs(found - expected) <= 0.02 * expected + 1024
 
 
 @pytest.mark.parametrize(("optimizer", "state"), [(torch.optim.Adam, 2), (torch.optim.SGD, 0)])
@@ -99,55 +58,6 @@ def test_copies_that_are_averaged_and_their_mean() -> None:
     assert near(memory.state, 2 * PARAMETERS)
     # A copy for the others, and theirs; this small, the slots of sums are most of it.
     assert near(memory.exchange, 2 * PARAMETERS + 2 * 2 * 384 * 1024)
-
-
-@pytest.mark.parametrize("servers", [1, 2])
-def test_workers_and_servers_map_what_the_other_writes(servers: int) -> None:
-    plan = plan_memory(job(), hr.ParameterServer(3, servers), choices=False)
-    assert plan.roles.keys() == {"worker 0", *(f"server {number}" for number in range(servers))}
-    worker, server = plan.roles["worker 0"], plan.roles["server 0"]
-    # Its push slots and the servers' parameters; layers this small write gradients that are copied.
-    assert worker.parameters == PARAMETERS
-    assert worker.state == 0
-    assert near(worker.exchange, 2 * PARAMETERS)
-    assert PARAMETERS <= worker.activations <= 1.5 * PARAMETERS
-    # The slots of three workers.
-    assert near(server.parameters, PARAMETERS // servers)
-    assert near(server.state, 2 * PARAMETERS // servers)
-    assert near(server.exchange, 3 * PARAMETERS // servers)
-    assert plan.peak == max(each.peak for each in plan.roles.values())
-
-
-def test_a_server_that_waits_for_a_round_has_its_mean() -> None:
-    apart, together = (
-        plan_memory(job(), hr.ParameterServer(2, staleness_bound=bound, sharding="whole"), choices=False)
-        for bound in (None, 0)
-    )
-    more = together.roles["server 0"].activations - apart.roles["server 0"].activations
-    assert near(more, WIDTH * WIDTH * 4)
-
-
-def test_encoded_gradients_and_parameters_take_half() -> None:
-    memory = plan_memory(job(), hr.ParameterServer(2, push_codec="bf16", pull_codec="bf16"), choices=False).memory
-    assert near(memory.exchange, PARAMETERS // 2 * 4)
-
-
-def test_a_worker_of_downpour_has_sums_and_what_it_fetches_beside_its_parameters() -> None:
-    strategies = {
-        "waits": hr.Downpour(2, push_every=2, fetch_every=2, overlap=False),
-        "overlaps": hr.Downpour(2, push_every=2, fetch_every=2),
-        "moves": hr.Downpour(2, push_every=1, fetch_every=1, local="optimizer"),
-        "seldom": hr.Downpour(2, push_every=500, fetch_every=100),
-    }
-    found = {name: plan_memory(job(), each, choices=False).roles["worker 0"] for name, each in strategies.items()}
-    assert near(found["waits"].exchange, 2 * PARAMETERS)
-    # A sum, and the gradients that are added to it.
-    assert 2 * PARAMETERS <= found["waits"].activations <= 2.5 * PARAMETERS
-    # Three connections see the server's parameters; another sum is pushed meanwhile, and what is fetched is there.
-    assert near(found["overlaps"].exchange, 4 * PARAMETERS)
-    assert 4 * PARAMETERS <= found["overlaps"].activations <= 4.5 * PARAMETERS
-    assert near(found["moves"].state, 2 * PARAMETERS)
-    assert near(found["seldom"].peak, found["overlaps"].peak)
 
 
 @pytest.mark.slow
@@ -217,68 +127,6 @@ def test_the_job_and_random_numbers_stay_as_they_are() -> None:
     assert all(map(torch.equal, values, model.parameters()))
 
 
-def test_a_pipeline_is_planned_rank_by_rank() -> None:
-    plan = plan_memory(job(), hr.Pipeline(2, 4), choices=False)
-    assert plan.roles.keys() == {"rank 0", "rank 1"}
-    assert plan.peak == max(each.peak for each in plan.roles.values())
-    result = 64 * WIDTH * 4
-    for memory in plan.roles.values():
-        assert memory.parameters == PARAMETERS // 2
-        assert near(memory.state, PARAMETERS)
-        # Quarters of a result that wait for their receiver, four each way at most, and what a broadcast goes through.
-        assert 0 < memory.exchange - 4 * slot_bytes(2) <= 2 * result
-    # The first rank of GPipe holds what two blocks keep of all micro-batches: a result each.
-    large = plan_memory(job(batch=2048), hr.Pipeline(2, 4), choices=False).roles["rank 0"]
-    assert 2 * 32 * result <= large.activations <= 5 * 32 * result
-
-
-def test_stages_that_are_sharded_are_planned_for_the_ranks_of_one_replica() -> None:
-    divided = plan_memory(job(batch=128), hr.Hybrid(hr.FullySharded(2), hr.Pipeline(2, 4)), choices=False)
-    assert divided.roles.keys() == {"rank 0", "rank 1"}
-    for memory in divided.roles.values():
-        # A quarter in parts, and a stage that is gathered.
-        assert near(memory.parameters + memory.gathered, 3 * PARAMETERS // 4)
-        assert near(memory.state, 2 * PARAMETERS // 4)
-
-
-def test_stages_that_are_mirrored_share_their_gradients_and_the_sum() -> None:
-    divided = plan_memory(job(batch=128), hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2, 4)), choices=False)
-    alone = plan_memory(job(batch=64), hr.Pipeline(2, 4), choices=False)
-    assert divided.roles.keys() == {"rank 0", "rank 1"}
-    for name, memory in divided.roles.items():
-        assert memory.parameters == alone.roles[name].parameters
-        assert memory.state == alone.roles[name].state
-        # Those of both replicas, and the sum.
-        assert near(memory.exchange - alone.roles[name].exchange, 3 * memory.parameters)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("outer", "copies"), [(None, 2), ("nesterov", 4)])
-def test_stages_that_are_averaged_share_copies_of_the_parameters(outer: str | None, copies: int) -> None:
-    strategy = hr.Hybrid(hr.ParameterAveraging(2, 16, outer), hr.Pipeline(2, 4))
-    divided = plan_memory(job(batch=128), strategy, choices=False)
-    alone = plan_memory(job(batch=64), hr.Pipeline(2, 4), choices=False)
-    assert divided.roles.keys() == {"rank 0", "rank 1"}
-    for name, memory in divided.roles.items():
-        assert memory.parameters == alone.roles[name].parameters
-        assert memory.state == alone.roles[name].state
-        # Those of both replicas, with Nesterov's last mean and its momentum, and what sums go through.
-        more = memory.exchange - alone.roles[name].exchange
-        assert near(more, copies * memory.parameters + 2 * slot_bytes(2))
-
-
-def test_a_schedule_and_recomputation_are_choices_of_a_pipeline() -> None:
-    plan = plan_memory(job(batch=1024), hr.Pipeline(2, 8))
-    assert {"recompute='always'", "schedule='1f1b'"} <= plan.choices.keys()
-    assert not any("accumulate" in name for name in (*plan.choices, *plan.impossible))
-    as_it_is = plan.memory.activations
-    for name in ("recompute='always'", "schedule='1f1b'"):
-        assert plan.choices[name].peak < plan.peak, name
-        assert plan.choices[name].activations < as_it_is, name
-    shown = str(plan).splitlines()
-    assert [line[:6] for line in shown[3:5]] == ["rank 0", "rank 1"]
-
-
 def in_rounds(memory: RankMemory) -> list[int]:
     return [*(getattr(memory, kind) for kind in KINDS), memory.host]
 
@@ -332,10 +180,13 @@ class Looking(nn.Linear):
 @pytest.mark.parametrize(
     ("given", "strategy", "error", "told"),
     [
-        (job(), hr.Hybrid(hr.Pipeline(2), hr.TensorParallel(2)), UsageError, "a stage of a pipeline waits"),
         (job(), hr.Hybrid(hr.ParameterServer(2, servers=2), hr.Pipeline(2)), UsageError, "a stage of a pipeline waits"),
-        (job(), hr.ParameterServer(2, backups=1), UsageError, "backups=1 copies what a server holds"),
-        (job(), hr.Downpour(2, transport="tcp"), UsageError, "transport='tcp' holds what is on its way"),
+        (
+            job(),
+            hr.Downpour(2, backups=1, transport="tcp"),
+            UsageError,
+            "transport='tcp' sends a backup what was pushed",
+        ),
         (job(optimizer=torch.optim.LBFGS), hr.Sandblaster(2), UsageError, "the servers of sandblaster"),
         (job(compile=True), "one_device", UsageError, "leave compile out"),
         (job(partial(Looking, WIDTH, WIDTH)), "one_device", JobError, "not known without its values"),

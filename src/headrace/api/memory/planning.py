@@ -23,6 +23,7 @@ from headrace.modules import describe
 from headrace.pipeline.profile import first_batch
 from headrace.policies.behaviour import Stages
 from headrace.policies.roles import bounds
+from headrace.prediction.memory.alone import OneOfGroup
 from headrace.prediction.memory.hollow import HollowMemory
 from headrace.prediction.memory.kinds import RankMemory
 from headrace.prediction.memory.plan import MemoryPlan
@@ -42,6 +43,8 @@ from headrace.strategies.hybrid_levels import by_kind
 from headrace.strategies.refusals import refuse
 from headrace.strategies.served_hybrid import Served
 from headrace.strategies.strategy import describe_options
+from headrace.tensor_parallel.recording import Trial
+from headrace.tensor_parallel.rewriting import split
 from headrace.training.deferred.lending import lending
 from headrace.training.deferred.parts import Deferral
 from headrace.training.embeddings.layer import sparse_layers
@@ -49,9 +52,6 @@ from headrace.training.user_code.trial import without_compilers
 from headrace.training.user_code.untouched import same_generators, untouched
 from headrace.training.whole_model import HALF, cut
 from headrace.worker.session import build_module, objective_of, sample_of
-
-_PUSHES = "push_codec"
-"""An option of strategies whose workers push gradients to servers."""
 
 _DIFFERENT = 3
 """A first gradient is kept, the second one is added in new memory, and all others there."""
@@ -101,9 +101,8 @@ def plan_memory(job: Job, strategy: str | Strategy, choices: bool = True) -> Mem
 def stages_of(strategy: Strategy, workers: int = 1) -> Stages | None:
     """Returns how a strategy divides one replica into stages that can be planned; None where it has none."""
     division = strategy.behave(workers).division
-    data, _, _, tensor = by_kind(levels_of(strategy))
-    known = tensor is None and not isinstance(data, Served)
-    return division if isinstance(division, Stages) and known else None
+    data = by_kind(levels_of(strategy))[0]
+    return division if isinstance(division, Stages) and not isinstance(data, Served) else None
 
 
 def _fullest(roles: Mapping[str, RankMemory]) -> RankMemory:
@@ -152,15 +151,13 @@ def _on_device(strategy: Strategy) -> tuple[Strategy, bool]:
 
 def _not_served(strategy: Strategy, plan: Plan) -> str:
     """Says what of a plan with servers is not known; "" where all is."""
-    own = describe_options(strategy)
     if all(role.computes for role in plan.roles):
         return ""
-    if _PUSHES not in own:
+    if not isinstance(strategy, Served):
         return f"a worker of {strategy.name} waits for servers"
-    if own["backups"]:
-        return f"backups={own['backups']} copies what a server holds while it trains"
-    way = own["transport"]
-    return "" if way == "shared_memory" else f"transport={way!r} holds what is on its way"
+    # What was pushed over TCP is sent to the backup, and stays until it holds it: how much that is, is a race.
+    races = strategy.backups and strategy.transport == "tcp"
+    return "transport='tcp' sends a backup what was pushed, and holds it meanwhile" if races else ""
 
 
 def _shorter(strategy: Strategy) -> tuple[Strategy, int]:
@@ -194,31 +191,43 @@ class _Planning:
         refuse(strategy.refusals(), job.options)
         strategy, hosted = _on_device(strategy)
         strategy, cycle = _shorter(strategy)
+        backups = isinstance(strategy, Served) and bool(strategy.backups)
+        if isinstance(strategy, Served):
+            # A server and a worker do the same with a backup as without.
+            strategy = replace(strategy, backups=0)
         job = join_loss(job, strategy.whole_model)
         plan = strategy.plan(self._model, self._cluster)
         build = partial(build_module, replace(job, model=_in_parts(job) if strategy.in_parts else job.model))
         share = self.share
         stages = stages_of(strategy, plan.workers)
-        sent = self._messages(job, stages.micro_batches, plan, build) if stages else {}
+        sent = self._messages(job, strategy, stages, plan, build) if stages else {}
 
         def measured(rank: int) -> RankMemory:
             given = job, self._model, strategy, plan, rank, build, share.batch, share.examples, self._lent, sent
             return HollowRank(*given, hosted, cycle).measure()
 
-        if _PUSHES in describe_options(strategy):
-            return {"worker 0": measured(0), **measure_servers(job, self._model, strategy, plan)}
+        if isinstance(strategy, Served):
+            return {"worker 0": measured(0), **measure_servers(job, self._model, strategy, plan, backups)}
         if not stages:
             return {"worker 0": measured(0)}
-        return {f"rank {rank}": measured(rank) for rank in range(plan.workers // plan.replicas)}
+        # Of each stage the first slice, which is the largest.
+        ranks = range(0, plan.workers // plan.replicas, stages.slices)
+        return {f"rank {rank}": measured(rank) for rank in ranks}
 
-    def _messages(self, job: Job, count: int, plan: Plan, build: Callable[[], nn.Module]) -> Mapping[int, Messages]:
-        share = self.share
-        pieces = {stop - start: (start, stop) for start, stop in bounds(share.examples, (1,) * count) if start < stop}
+    def _messages(
+        self, job: Job, strategy: Strategy, stages: Stages, plan: Plan, build: Callable[[], nn.Module]
+    ) -> Mapping[int, Messages]:
+        share, equal = self.share, (1,) * stages.micro_batches
+        pieces = {stop - start: (start, stop) for start, stop in bounds(share.examples, equal) if start < stop}
         half = HALF.get(job.options.precision)
+        tensor = by_kind(levels_of(strategy))[3]
         with HollowMemory() as memory, torch.autocast(HOST, half or torch.bfloat16, enabled=half is not None):
             for each in self._lent:
                 memory.lend(each)
             module, sample = build(), sample_of(job)
+            if tensor:
+                # Between layers of which each device has a slice there are slices.
+                split(module, tensor.rules, OneOfGroup(0, stages.slices, memory.share), Trial(sample, job.inputs))
             with lending(module):
                 return {
                     size: messages(module, job.inputs, cut(share.batch, *piece, share.examples), sample, plan)

@@ -16,7 +16,7 @@ class RankMemory:
         buffers: of the model.
         activations: what forward keeps for backward, and results that live for a moment.
         gathered: parameters of which it has a part only, while they are whole.
-        exchange: what processes of a host share besides.
+        exchange: what processes of a host share besides, and what is on its way to or from another.
         batch: its share of the batch, once.
         start: the most before the first round, all together.
         end: when the trained model is written, all together.

@@ -25,6 +25,7 @@ from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.wire import Kind, Message, ShardLayout, buckets_of, decode, encode
 from headrace.prediction.memory.hollow import HollowMemory
 from headrace.prediction.memory.kinds import RankMemory
+from headrace.prediction.memory.sent import SentClient, SentServer
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.job import Job
@@ -53,22 +54,39 @@ def directory_of(plan: Plan, rank: int, group: ProcessGroup, share: Callable[[in
 
     def open_(address: str, layout: ShardLayout, pushes: Slots, hello_s: float) -> ClientTransport:
         slots = TransportLayout(layout.slots, pushes, layout.reply_slots, layout.rows_bytes)
-        return AnsweredClient(slots, share, span)
+        answers = Answers(span)
+        return SentClient(slots, share, answers) if _is_sent(plan) else AnsweredClient(slots, share, answers)
 
     # A push that lasts as long as it can: until the next one begins.
     late = partial(BackgroundThread, late=True)
     return ServerDirectory(page, plan, rank, group, 1.0, rank, plan.servers, open=open_, thread=late)
 
 
+class Answers:
+    """What a server answers at once: every push counts, every shard is new, and leases of `span` rounds follow."""
+
+    def __init__(self, span: int) -> None:
+        self._span = span
+        self._version = itertools.count(1)
+
+    def __call__(self, asked: Message) -> tuple[bytes, memoryview]:
+        found, returned = Message(Kind.DONE), NOTHING
+        if asked.kind in (Kind.PUSH, Kind.PULL, Kind.PUSH_PULL):
+            found = Message(Kind.ANSWER, asked.first, numbers=(next(self._version),) * len(asked.numbers))
+        elif asked.kind == Kind.ASK:
+            number = next(self._version)
+            found = Message(Kind.GRANT, lease=number, numbers=(0, 0, _ENDLESS, self._span, number, 0))
+        elif asked.kind == Kind.BEGIN:
+            returned = memoryview(b"begun")
+        return encode(found._replace(number=asked.number)), returned
+
+
 class AnsweredClient(ClientTransport):
-    """A worker's end, as `LocalClientTransport` holds it, whose server has answered all at once.
+    """A worker's end, as `LocalClientTransport` holds it, whose server has answered all at once."""
 
-    Every push counts, every shard is new, and leases of `span` rounds follow each other.
-    """
-
-    def __init__(self, layout: TransportLayout, share: Callable[[int], Tensor], span: int) -> None:
+    def __init__(self, layout: TransportLayout, share: Callable[[int], Tensor], answer: Answers) -> None:
         self.moved_bytes = 0
-        self._layout, self._span = layout, span
+        self._layout, self._answer = layout, answer
         self._own = [share(nbytes) for nbytes in segment_bytes(layout) if nbytes]
         head = head_bytes(layout.parameters)
         self._sources = layout.parameters.views(share(head + layout.parameters.nbytes)[head:])
@@ -82,16 +100,7 @@ class AnsweredClient(ClientTransport):
         return self._layout.pushes.joined(self._own[0], slots)
 
     def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
-        asked = decode(message)
-        found, returned = Message(Kind.DONE), NOTHING
-        if asked.kind in (Kind.PUSH, Kind.PULL, Kind.PUSH_PULL):
-            found = Message(Kind.ANSWER, asked.first, numbers=(next(self._version),) * len(asked.numbers))
-        elif asked.kind == Kind.ASK:
-            number = next(self._version)
-            found = Message(Kind.GRANT, lease=number, numbers=(0, 0, _ENDLESS, self._span, number, 0))
-        elif asked.kind == Kind.BEGIN:
-            returned = memoryview(b"begun")
-        self._answers.append((encode(found._replace(number=asked.number)), returned))
+        self._answers.append(self._answer(decode(message)))
 
     def receive(self, timeout_s: float) -> tuple[bytes, memoryview] | None:
         return self._answers.popleft() if self._answers else None
@@ -113,6 +122,7 @@ class _PushedServer(ServerTransport):
     trusts_clients = True
     address = ""
     moved_bytes = 0
+    ahead = 1
 
     def __init__(self, layout: ShardLayout, share: Callable[[int], Tensor], peers: int) -> None:
         self.region = share(head_bytes(layout.slots) + layout.slots.nbytes)
@@ -158,11 +168,23 @@ class _PushedServer(ServerTransport):
         """There is no connection."""
 
 
-def measure_servers(job: Job, model: ModelSpec, strategy: Strategy, plan: Plan) -> dict[str, RankMemory]:
-    """Returns what each server of a plan holds, by number."""
+def measure_servers(
+    job: Job, model: ModelSpec, strategy: Strategy, plan: Plan, backups: bool = False
+) -> dict[str, RankMemory]:
+    """Returns what each server of a plan holds, by number, and what its backup would, of which the plan has none."""
     assert isinstance(strategy, ServedStrategy)
     every = (HollowServer(job, model, strategy, plan, rank) for rank in plan.servers)
-    return {f"server {number}": each.measure() for number, each in enumerate(every)}
+    found = {f"server {number}": each.measure() for number, each in enumerate(every)}
+    for number, rank in enumerate(plan.servers) if backups else ():
+        # It does what its server does, and maps that one's parameters as a worker would.
+        slots, server = layout_of(plan, model, rank).slots, found[f"server {number}"]
+        seen = head_bytes(slots) + slots.nbytes
+        found[f"backup {number}"] = replace(server, exchange=server.exchange + seen)
+    return found
+
+
+def _is_sent(plan: Plan) -> bool:
+    return plan.options.get("transport") == "tcp"
 
 
 @dataclass(frozen=True)
@@ -181,7 +203,8 @@ class HollowServer:
         layout = layout_of(plan, self.model, self.rank)
         with warnings.catch_warnings(), memory:
             warnings.simplefilter("ignore")
-            end = _PushedServer(layout, memory.share, plan.replicas)
+            make = SentServer if _is_sent(plan) else _PushedServer
+            end = make(layout, memory.share, plan.replicas)
             context = ServerContext(
                 self.model, one_optimizer(self.job.optimizer, "a plan of memory"), self.job.options,
                 rounds_per_epoch=1, first=0, until=_ENDLESS, process=ServerProcess(end=end),
@@ -206,12 +229,16 @@ class HollowServer:
         together = bool(self.plan.options.get("backup_workers")) or self.model.optimizer.at_once
         buckets = [range(len(layout))] if together else buckets_of(layout)
         # The slowest may be the last with all that it pushes.
-        for shards, worker in itertools.product(buckets, range(self.plan.replicas)):
-            head = Message(Kind.PUSH_PULL, shards.start, 1, round_ * self.plan.replicas + worker, 1.0)
-            asking(worker, head._replace(share=1 / self.plan.replicas, numbers=(round_,) * len(shards)))
+        for first in range(0, len(buckets), asking.ahead):
+            for worker, shards in itertools.product(range(self.plan.replicas), buckets[first : first + asking.ahead]):
+                head = Message(Kind.PUSH_PULL, shards.start, 1, round_ * self.plan.replicas + worker, 1.0)
+                asking.put(worker, head._replace(share=1 / self.plan.replicas, numbers=(round_,) * len(shards)))
+                if asking.ahead == 1:
+                    asking.turn()
+            asking.turn()
 
 
-def _kinds(memory: HollowMemory, server: Server, end: _PushedServer) -> RankMemory:
+def _kinds(memory: HollowMemory, server: Server, end: _PushedServer | SentServer) -> RankMemory:
     """Returns the bytes of what lives now, by what it is."""
     (_, state), living = server.memory(), memory.living()
     shared = sum(size for key, size in living.items() if memory.is_shared(key))
@@ -220,13 +247,20 @@ def _kinds(memory: HollowMemory, server: Server, end: _PushedServer) -> RankMemo
 
 
 class _Asking:
-    """Has a server handle messages, one at a time."""
+    """Has a server handle messages; a worker may have sent `ahead` that are not handled."""
 
-    def __init__(self, server: Server, end: _PushedServer) -> None:
+    def __init__(self, server: Server, end: _PushedServer | SentServer) -> None:
+        self.ahead = end.ahead
         self._server, self._end = server, end
         self._numbers = itertools.count(1)
 
     def __call__(self, peer: int, message: Message, blob: bytes = b"") -> None:
+        self.put(peer, message, blob)
+        self.turn()
+
+    def put(self, peer: int, message: Message, blob: bytes = b"") -> None:
         data = encode(message._replace(number=next(self._numbers)))
         self._end.inbox.append(ReceivedMessage(peer, data, memoryview(blob)))
+
+    def turn(self) -> None:
         self._server.turn(0.0)
