@@ -126,6 +126,9 @@ class _Writing:
                 continue
             self.carried.append(each)
         self.carried += [each for each in self.loop.body if _is_expression(each, ("zero_grad", "train"))]
+        # A job's model is in train mode by itself.
+        modes = [(each, scope.frame.names.get("model")) for scope in self.loop.scopes for each in scope.before]
+        self.carried += [each for each, model in modes if text_of(each) == f"{model}.train()"]
         if steps != 1:
             raise Unfit(f"line {self.loop.node.lineno}: the optimizer does not step once in every round")
         if list(options) == ["clip_norm", "clip_value"]:
