@@ -16,6 +16,8 @@ from torch import Tensor
 
 import headrace as hr
 from headrace.errors import DataError, HeadraceError, UsageError
+from headrace.spec.weights import Weights
+from headrace.weights.fitting import find_weights
 from weights.models import job_of, stored, write
 
 Change = Callable[[Path], object]
@@ -190,6 +192,16 @@ def test_types_that_would_lose_bits_are_refused_and_narrower_ones_are_widened(tm
     job = job_of(write(tmp_path / "wide", stored()))
     with pytest.raises(UsageError, match="24 more are float64 there and float32 in the model, which would lose bits"):
         hr.fit(replace(job, model=lambda: job.model().float()), device="cpu")  # type: ignore[call-arg]
+
+
+def test_whole_numbers_that_would_lose_bits_are_refused_and_narrower_ones_are_widened(tmp_path: Path) -> None:
+    module = torch.nn.Module()
+    module.register_buffer("places", torch.zeros(3, dtype=torch.int32))
+    narrow = write(tmp_path / "narrow", {"places": torch.tensor([1, -2, 3], dtype=torch.int16)})
+    find_weights(Weights(str(narrow)), module, "nothing")
+    wide = write(tmp_path / "wide", {"places": torch.tensor([1, -2, 2**40])})
+    with pytest.raises(UsageError, match="'places' is int64 there and int32 in the model, which would lose bits"):
+        find_weights(Weights(str(wide)), module, "nothing")
 
 
 def test_a_tensor_that_the_model_ties_is_there_once_or_twice_the_same(tmp_path: Path) -> None:
