@@ -174,6 +174,7 @@ class _Planning:
         self._cluster = detect(HOST)
         strategy, _ = _on_device(strategy)
         if strategy.closures:
+            # The losses decide which gradients a line search keeps, the workers' order how many sums of portions wait.
             raise UsageError(
                 f"what vectors the servers of {strategy.name} have is known when a line search ends; no plan"
             )
