@@ -25,11 +25,11 @@ EQUAL: dict[str, hr.Strategy] = {
     "central_storage": hr.CentralStorage(2),
     "parameter_server": hr.ParameterServer(2, staleness_bound=0),
     "fully_sharded": hr.FullySharded(2),
+    "pipeline": hr.Pipeline(2),
     "hybrid": hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2)),
 }
 DIVIDED = (
     hr.TensorParallel(2),
-    hr.Pipeline(2),
     hr.Hybrid(hr.FullySharded(2), hr.Pipeline(2)),
     hr.Hybrid(hr.FullySharded(2), hr.TensorParallel(2)),
 )

@@ -54,7 +54,11 @@ class StageModule:
         scripted = [module for module in self.module.modules() if isinstance(module, torch.jit.ScriptModule)]
         fixed = {id(each) for module in scripted for each in (*module.parameters(), *module.buffers())}
         left = [(name, tensor) for name, tensor in names if name not in self._held and id(tensor) not in fixed]
-        replace_tensors(self.module, {id(tensor): without_data(tensor) for _, tensor in left})
+        empty = {id(tensor): without_data(tensor) for _, tensor in left}
+        for _, tensor in left:
+            # Scales of frozen ones, which a module asks for where it writes its state.
+            vars(empty[id(tensor)]).update(vars(tensor))
+        replace_tensors(self.module, empty)
         if left:
             self.module.register_forward_pre_hook(_refuse)
 

@@ -128,7 +128,7 @@ class Pipeline(Strategy):
         return STAGES if self.micro_batches == 1 else (*STAGES, WHOLE_BATCH_NORM)
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
-        refuse_derived_state(self.name, probe.module)
+        refuse_derived_state(self.name, probe.module, carries_frozen=True)
         roles = worker_roles(self.name, self.stages, probe.cluster, spread=True)
         global_batch_size = probe.global_batch_size
         if isinstance(self.micro_batches, int) and self.micro_batches > global_batch_size:
