@@ -12,15 +12,15 @@ CORE = 15_030
 
 CLOSURES = {
     "data": 900,
-    "data.loading.loader": 6_570,
+    "data.loading.loader": 6_610,
     "strategies.one_device": 10_110,
     "strategies.mirrored": 11_310,
     "strategies.central_storage": 13_380,
-    "worker.main": 20_590,
-    "engine.local.process": 22_250,
+    "worker.main": 20_620,
+    "engine.local.process": 22_280,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_910,
-    "api.fit": 33_690,
+    "api.fit": 33_730,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 

@@ -171,7 +171,8 @@ def test_a_loader_gives_its_data_set_and_collate_and_a_line_says_what_is_replace
     loader = DataLoader(Listed(), batch_size=4, shuffle=True, drop_last=True, collate_fn=first_column)
     pipeline, (notice,) = as_pipeline(loader)
     assert torch.equal(whole(pipeline)[0], X[:, 0])
-    assert "the job's batch size and order replace its batch_size=4, drop_last=True and RandomSampler" in notice
+    assert "the job's batch size and order replace its batch_size=4 and RandomSampler" in notice
+    assert pipeline.batching.drop_last
     assert pipeline.processes is None
 
 

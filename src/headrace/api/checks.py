@@ -33,6 +33,7 @@ from headrace.api.probes.sets import Sets, find_sets, try_loss
 from headrace.batches import arguments, call, form, select_target
 from headrace.data.loading.loader import Loader, as_pipeline
 from headrace.data.pipeline.combined import check_cache_folders
+from headrace.data.pipeline.order import visits
 from headrace.data.pipeline.pipeline import InputPipeline
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, JobError, UnknownName, UsageError
 from headrace.machine.versions import notice_of_torch
@@ -148,7 +149,9 @@ def inspect_job(job: Job, closures: bool = False, whole_model: bool = True, in_p
     check_tables(spec, job.options)
     job = check_weights(job, module, spec)
     # What is said of the data is often said of eval_data, too.
-    return JobInfo(job, module, spec, weighed, len(pipeline), tuple(dict.fromkeys(notices)), sets=sets, parts=parts)
+    drops = pipeline.batching.drop_last and pipeline.hosts is None
+    examples = visits(len(pipeline), job.global_batch_size, drops)
+    return JobInfo(job, module, spec, weighed, examples, tuple(dict.fromkeys(notices)), sets=sets, parts=parts)
 
 
 def _sample(job: Job) -> Share:

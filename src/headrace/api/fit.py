@@ -300,7 +300,7 @@ def _planned(
                 "hr.data.local is what each host has, and this engine's hosts are others than this one; read the data "
                 "from a place that all hosts reach"
             )
-        info = replace(info, examples=launched.total_of_hosts(info.examples, cluster))
+        info = replace(info, examples=launched.examples_of_hosts(job, cluster))
     _check_tables(info.model, chosen)
     refuse_overlapping(info.module, "" if chosen.keeps_memory else f"{chosen.name} gives each memory of its own")
     once: _Once = launched.measured_once if launched else lambda measured: measured()

@@ -28,6 +28,7 @@ from headrace.api.resume import ResumeRequest, begin_attempt
 from headrace.api.supervision import Follower, begin_and_end, copying, follow_run, write_end
 from headrace.data.cache.fingerprint import fingerprint
 from headrace.data.loading.loader import as_pipeline
+from headrace.data.pipeline.order import visits
 from headrace.data.pipeline.source import ArraySource
 from headrace.engine.base import LEFT, Engine, RunProgress
 from headrace.engine.torchrun.agreement import require_same
@@ -44,6 +45,7 @@ from headrace.report.model.ending import ended_by
 from headrace.report.trackers.listeners import Listeners
 from headrace.spec.cluster import Cluster
 from headrace.spec.events import LAUNCHER
+from headrace.spec.job import Job
 from headrace.spec.plain import from_plain
 from headrace.strategies import Strategy
 from headrace.strategies.started import require_started
@@ -81,9 +83,11 @@ class Launched:
         require_alike(info, strategy, encrypt)
         return join(cluster)
 
-    def total_of_hosts(self, count: int, cluster: Cluster) -> int:
-        """Returns the sum of the hosts' counts."""
-        return total_of_hosts(count, cluster)
+    def examples_of_hosts(self, job: Job, cluster: Cluster) -> int:
+        """Returns how many examples an epoch visits, where each host lists its own."""
+        pipeline, _ = as_pipeline(job.data)
+        total = total_of_hosts(len(pipeline), cluster)
+        return visits(total, job.global_batch_size, pipeline.batching.drop_last)
 
     def measured_once(self, measured: Callable[[], str]) -> str:
         """Returns what rank 0 has measured."""

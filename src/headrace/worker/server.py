@@ -11,6 +11,7 @@ from typing import TypeVar
 from msgspec import structs
 
 from headrace.data.loading.loader import as_pipeline
+from headrace.data.pipeline.order import Rounds
 from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost, user_traceback
 from headrace.machine.limits import explained
 from headrace.machine.resources import peak_resident_bytes, resident_bytes
@@ -203,7 +204,9 @@ def _suspect_peer(page: ControlPage, rank: int, server: int, process: int) -> No
 def context_of(run: RunSpec) -> ServerContext:
     """Returns what a strategy makes a server from."""
     job = run.job
-    rounds_per_epoch = -(-len(as_pipeline(job.data)[0]) // job.global_batch_size)
+    pipeline, _ = as_pipeline(job.data)
+    rounds = Rounds(len(pipeline), pipeline.hosts, job.global_batch_size, pipeline.batching.drop_last)
+    rounds_per_epoch = len(rounds)
     first = run.resume.done if run.resume else 0
     return ServerContext(
         model=run.model,

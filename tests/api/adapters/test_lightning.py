@@ -107,13 +107,17 @@ def twice(module: Any) -> Any:
         (lambda modules: modules.Manual(alone), loader(), "automatic_optimization=False"),
         (lambda modules: modules.Classifier(plateau), loader(), "ReduceLROnPlateau follows a metric"),
         (lambda modules: modules.Classifier(twice), loader(), "gives 2 optimizers"),
-        (lambda modules: modules.Classifier(alone), loader(drop_last=True), "without drop_last"),
         (lambda modules: modules.Classifier(alone), None, "there is no data"),
     ],
 )
 def test_what_a_job_does_not_carry_is_refused(build: Any, data: Any, message: str, modules: Any) -> None:
     with pytest.raises(UsageError, match=message):
         hr.from_lightning(build(modules), data, epochs=1)
+
+
+def test_an_evaluation_that_leaves_out_examples_is_refused(modules: Any) -> None:
+    with pytest.raises(UsageError, match="an evaluation has all examples"):
+        hr.from_lightning(modules.Classifier(alone), loader(), loader(drop_last=True), epochs=1)
 
 
 @pytest.mark.slow

@@ -123,7 +123,6 @@ def test_lines_that_only_look_are_left_out(new: str) -> None:
         ({"loop_line": 0}, "no DataLoader gives the batches"),
         ({"elsewhere": "engine.py"}, "another file, engine.py"),
         ({"examples": 0}, "no number of examples"),
-        ({"left_out": 6}, "drop_last leaves out 6 examples"),
         ({"order": "the loader has a Mine of its own"}, "a Mine of its own"),
     ],
 )

@@ -75,7 +75,7 @@ def from_lightning(
     base = _base_of(module)
     _refuse(module, base)
     training = _training_loader(module, base, train_dataloader)
-    validation = _loader(module, base, "val_dataloader", val_dataloader)
+    validation = _validation_loader(module, base, val_dataloader)
     template = copy_module(module)
     given = _with_schedule(options or Options(), template)
     model = LightningSteps(template)
@@ -100,6 +100,13 @@ def _training_loader(module: Any, base: type, given: Any) -> Any:
     loader = _loader(module, base, "train_dataloader", given)
     if loader is None:
         raise UsageError("there is no data: give a train_dataloader, or define the module's own")
+    return loader
+
+
+def _validation_loader(module: Any, base: type, given: Any) -> Any:
+    loader = _loader(module, base, "val_dataloader", given)
+    if loader is not None and loader.drop_last:
+        raise UsageError("val_dataloader has drop_last=True, and an evaluation has all examples; leave it out")
     return loader
 
 
@@ -245,9 +252,9 @@ def _loader(module: Any, base: type, name: str, given: Any) -> DataLoader[Any] |
     loader = getattr(module, name)() if given is None and defined else given
     if loader is None:
         return None
-    if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.drop_last:
+    if not isinstance(loader, DataLoader) or loader.batch_size is None:
         raise UsageError(
-            f"{name} must be one DataLoader with a batch_size and without drop_last, got {loader!r:.60}; a job takes "
+            f"{name} must be one DataLoader with a batch_size, got {loader!r:.60}; a job takes "
             "every example once in an epoch: write an hr.Job with a pipeline of hr.data"
         )
     return loader

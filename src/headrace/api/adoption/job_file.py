@@ -62,8 +62,6 @@ def _require_one(facts: Facts) -> None:
         raise Unfit("the loader has no number of examples, or no batch size of its own, and a job orders examples")
     if facts.order:
         raise Unfit(facts.order)
-    if facts.left_out:
-        raise Unfit(f"drop_last leaves out {facts.left_out} examples of an epoch, and a job trains on all")
 
 
 class _Writing:

@@ -30,7 +30,7 @@ def prove(job: Job, facts: Facts, folder: Path) -> None:
     set_train_modes(model)
     _compare("the weights that it begins with", model, read_state(folder, 0), buffers=False)
     _compare_data(job.data, folder, facts.examples)
-    epoch = -(-facts.examples // facts.batch_size)
+    epoch = -(-(facts.examples - facts.left_out) // facts.batch_size)
     loop = PlainLoop(job, model, own_objective(job, model), epoch, _lend)
     for number, step in enumerate(read_steps(folder, facts.steps)):
         begin_anew(number)

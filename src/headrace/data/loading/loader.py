@@ -83,7 +83,9 @@ class Loader:
             raise UsageError(f"data_rank must be 0 to {len(shares) - 1}, got {data_rank}")
         self._pipeline = pipeline
         self._seed = seed if pipeline.seed is None else pipeline.seed
-        self._rounds = Rounds(len(pipeline), pipeline.hosts, global_batch_size)
+        self._rounds = Rounds(
+            len(pipeline), pipeline.hosts, global_batch_size, pipeline.batching.drop_last and not ordered
+        )
         self._host = pipeline.hosts.mine if pipeline.hosts else 0
         self._data_rank = data_rank
         self.assign(shares)
@@ -186,7 +188,8 @@ class Loader:
         if batching.lengths is None or not self._shuffled:
             return order
         lengths = np.tile(batching.lengths[list(visited(self._pipeline))], self._pipeline.times)
-        return Bucketed(order, length, lengths, self._rounds.batch, batching.window, self._seed, epoch)
+        # Of all, those that are left out are the last before they are sorted.
+        return Bucketed(order, self._rounds.own, lengths, self._rounds.batch, batching.window, self._seed, epoch)
 
     def _shares(self, parts: Iterator[Part], start_round: int, alone: bool = False) -> Generator[Share, None, None]:
         # Workers of other ranks and hosts, and evaluations, must not draw the same, nor a resumed run as its beginning.

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.errors import DataError
+
 _ORDER = 0
 _EXAMPLES = 1
 _SCATTER = 2
@@ -207,18 +209,34 @@ class Hosts:
     mine: int = 0
 
 
+def visits(examples: int, batch: int, drop_last: bool) -> int:
+    """Returns how many examples an epoch visits.
+
+    Raises:
+        DataError: none, as all together are fewer than a batch.
+    """
+    if drop_last and examples < batch:
+        raise DataError(
+            f"drop_last=True leaves out all {examples:,} examples, as a batch has {batch:,}; use a smaller "
+            "global_batch_size, or leave drop_last out"
+        )
+    return examples // batch * batch if drop_last else examples
+
+
 @dataclass(frozen=True)
 class Rounds:
     """The rounds of one epoch.
 
     A host with `n` of all `N` examples takes those at `[n i // R, n (i + 1) // R)` of its order in round `i` of
     `R = ceil(N / B)`; if all hosts list the same data, those at `[i B, (i + 1) B)`. `examples` are those that this host
-    lists, `batch` those that all workers take in a round (on average, if hosts differ).
+    lists, `batch` those that all workers take in a round (on average, if hosts differ). With `drop_last`, the last
+    examples of the order that make no whole batch are in no round.
     """
 
     examples: int
     hosts: Hosts | None
     batch: int
+    drop_last: bool = False
 
     def __len__(self) -> int:
         return -(-self.total // self.batch)
@@ -226,7 +244,19 @@ class Rounds:
     @property
     def total(self) -> int:
         """Examples of all hosts together."""
+        return visits(self._listed, self.batch, self.drop_last)
+
+    @property
+    def _listed(self) -> int:
         return sum(self.hosts.counts) if self.hosts and self.hosts.counts else self.examples
+
+    @property
+    def own(self) -> int:
+        """Examples that this host visits."""
+        hosts = self.hosts
+        if hosts is None or len(hosts.counts) <= 1:
+            return self.total
+        return hosts.counts[hosts.mine] * self.total // self._listed
 
     def span(self, index: int) -> tuple[int, int, int]:
         """Returns this host's examples of a round, `[start, stop)` of its order, and how many all hosts take."""
@@ -235,5 +265,7 @@ class Rounds:
             start = index * self.batch
             stop = min(start + self.batch, self.total)
             return start, stop, stop - start
-        spans = [(count * index // len(self), count * (index + 1) // len(self)) for count in hosts.counts]
+        total, rounds = self.total, len(self)
+        counts = [count * total // self._listed for count in hosts.counts]
+        spans = [(count * index // rounds, count * (index + 1) // rounds) for count in counts]
         return *spans[hosts.mine], sum(stop - start for start, stop in spans)

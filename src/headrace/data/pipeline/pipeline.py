@@ -153,6 +153,7 @@ class InputPipeline:
         lengths: Any = None,
         window: int = 64,
         collate: Callable[..., Any] | None = None,
+        drop_last: bool = False,
     ) -> InputPipeline:
         """Says how examples become a batch.
 
@@ -166,6 +167,7 @@ class InputPipeline:
             collate: takes a list of examples and returns their batch, in place of stacking or padding; None for the
                 last one given. If it has a parameter `rng`, it gets a generator as in `map`, of the batch's first
                 example.
+            drop_last: leaves out the last batch of an epoch where it is short; evaluations have it.
 
         Raises:
             UsageError: a number is out of range, there are more or fewer lengths than examples, or `collate` is no
@@ -186,7 +188,7 @@ class InputPipeline:
             collator = Collator(collate, takes_rng(collate))
         if pad is not None and collator is not None:
             raise UsageError("pad and a collator both say how examples of different lengths are padded; give one")
-        return dataclasses.replace(self, batching=Batching(size, pad, pad_to, measured, window, collator))
+        return dataclasses.replace(self, batching=Batching(size, pad, pad_to, measured, window, collator, drop_last))
 
     def take(self, count: int) -> InputPipeline:
         """Keeps the first examples, in the order of the data; `repeat`, before or after, repeats those.

@@ -123,6 +123,7 @@ class Batching:
     lengths: NDArray[np.int64] | None = None
     window: int = 64
     collate: Collator | None = None
+    drop_last: bool = False
 
 
 @dataclass(frozen=True)

@@ -118,8 +118,9 @@ def from_indexed(data: Any) -> tuple[InputPipeline, tuple[str, ...]]:
 def from_torch(data: Any, limit: int = 100_000) -> InputPipeline:
     """Returns a pipeline over a data set or loader of torch, or anything that can be iterated over.
 
-    Of a `DataLoader`, the data set, `collate_fn`, the reading processes and whether it shuffles are used; the job's
-    batch size replaces its own. Data without an index, an `IterableDataset` or a generator, is read into memory once.
+    Of a `DataLoader`, the data set, `collate_fn`, `drop_last`, the reading processes and whether it shuffles are used;
+    the job's batch size replaces its own. Data without an index, an `IterableDataset` or a generator, is read into
+    memory once.
 
     Args:
         data: a map-style data set, a `DataLoader`, an `IterableDataset`, or an iterable of examples.
@@ -218,8 +219,7 @@ def _from_loader(loader: DataLoader[Any]) -> tuple[InputPipeline, tuple[str, ...
     pipeline = _from_dataset(loader.dataset, own_collate).shuffle()
     replaced = f"its {type(loader.batch_sampler).__name__}"
     if loader.batch_size is not None:
-        dropped = ", drop_last=True" if loader.drop_last else ""
-        replaced = f"its batch_size={loader.batch_size}{dropped} and {type(loader.sampler).__name__}"
+        replaced = f"its batch_size={loader.batch_size} and {type(loader.sampler).__name__}"
     notice = (
         f"of the DataLoader, its data set and collate_fn are used; the job's batch size and order replace {replaced}"
     )
@@ -229,6 +229,11 @@ def _from_loader(loader: DataLoader[Any]) -> tuple[InputPipeline, tuple[str, ...
         options["multiprocessing_context"] = context and context.get_start_method()
         pipeline = InputPipeline(pipeline.source, shuffled=True, processes=Processes(loader.num_workers, options))
         notice += f"; each worker reads with {loader.num_workers} processes"
+    if loader.drop_last:
+        pipeline = dataclasses.replace(pipeline, batching=dataclasses.replace(pipeline.batching, drop_last=True))
+        notice += (
+            "; training leaves out a last batch that is shorter than the job's (drop_last=True), evaluation has it"
+        )
     return pipeline, (notice, *_lines_of(loader.dataset))
 
 

@@ -90,7 +90,7 @@ class RunStarted(Event, frozen=True, tag="run_started"):
     Attributes:
         device: the kind of the workers' devices, "cuda"; where there are several, "cuda, cpu".
         threads: of each worker.
-        examples_per_epoch: length of the training set.
+        examples_per_epoch: that training visits; fewer than the data has where `drop_last` leaves some out.
         started_at: wall time, ISO 8601, for display only.
         plan: as JSON values.
         versions: "headrace", "torch", "python" to version.
