@@ -13,6 +13,7 @@ from torch.distributed import HashStore
 from engine.conftest import until
 from headrace.collectives.watchdog.boards import LEFT, calls_of
 from headrace.collectives.watchdog.call_log import CallLog
+from headrace.engine.base import RunProgress
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
@@ -233,3 +234,11 @@ def test_what_a_lost_process_has_told_does_not_count_for_the_next_one(pages: Pag
     soon(lambda: there.told_s > before_s)
     assert there.left == set()
     there.close()
+
+
+def test_progress_has_no_loss_before_a_rank_has_one(pages: Pages) -> None:
+    heartbeat = pages[0].ranks[1].heartbeat
+    heartbeat.step = 1
+    assert RunProgress.read(pages[0]) == RunProgress(1, None, 0)
+    heartbeat.loss = 2.5
+    assert RunProgress.read(pages[0]) == RunProgress(1, 2.5, 0)

@@ -58,17 +58,17 @@ ECHO_S = 1.0
 
 @dataclass(frozen=True)
 class RunProgress:
-    """How far a run is; `loss` is the last of the first rank that has one, and 0 before."""
+    """How far a run is; `loss` is the last of the first rank that has one, None before."""
 
     step: int
-    loss: float
+    loss: float | None
     examples: int
 
     @classmethod
     def read(cls, page: ControlPage) -> RunProgress:
         """Returns the progress that the ranks' heartbeats tell."""
         heartbeats = [record.heartbeat for record in page.ranks]
-        loss = next((heartbeat.loss for heartbeat in heartbeats if heartbeat.loss), 0.0)
+        loss = next((heartbeat.loss for heartbeat in heartbeats if heartbeat.loss), None)
         return cls(max(each.step for each in heartbeats), loss, sum(each.examples for each in heartbeats))
 
 

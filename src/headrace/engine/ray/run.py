@@ -48,7 +48,8 @@ class RunGauges:
         """Sets the gauges."""
         self._step.set(progress.step)
         self._examples.set(progress.examples)
-        self._loss.set(progress.loss)
+        if progress.loss is not None:
+            self._loss.set(progress.loss)
 
 
 class RayRun:

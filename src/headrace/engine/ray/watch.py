@@ -115,7 +115,7 @@ class RankWatch:
         self._lost: dict[int, str] = {}
         self._accused: Mapping[str, Any] = {}
         self._deadline: float | None = None
-        self._told = RunProgress(0, 0.0, 0)
+        self._told = RunProgress(0, None, 0)
         self._losses: dict[int, list[float]] = {rank: [] for rank in range(len(agents))}
         self._members: set[int] = set()
         self._leaving: set[int] = set()

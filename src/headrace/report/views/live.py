@@ -227,7 +227,7 @@ class Console:
         self._non_finite = 0
         self._began: tuple[float, int] | None = None
 
-    def update(self, step: int, loss: float, examples: int) -> None:
+    def update(self, step: int, loss: float | None, examples: int) -> None:
         """Shows the progress: `step` rounds done, the last loss, and the examples of all workers so far."""
         if step == 0:
             return
