@@ -157,11 +157,14 @@ def test_what_a_launcher_started_is_shared_out() -> None:
     [
         (
             (REPLICAS, SLICES, STAGES),
-            r"are hr\.Mirrored, hr\.TensorParallel, hr\.Pipeline; give each once, in the order",
+            r"are hr\.Mirrored, hr\.TensorParallel, hr\.Pipeline; use hr\.Mirrored, hr\.Pipeline, hr\.Tensor",
         ),
         ((REPLICAS, PARTS, PARTS), "give each once"),
-        ((SLICES, STAGES), r"the outer strategy of a hybrid must be .* got TensorParallel"),
+        ((SLICES, STAGES), r"use hr\.Pipeline, hr\.TensorParallel, in the order"),
+        ((PARTS, REPLICAS), r"use hr\.Mirrored, hr\.FullySharded, in the order"),
         ((REPLICAS, PARTS, REPLICAS), "the inner strategy of a hybrid must be"),
+        ((SLICES, hr.Gossip(2)), "the inner strategy of a hybrid must be"),
+        ((hr.Gossip(2), PARTS), r"the outer strategy of a hybrid must be .* got Gossip"),
         ((hr.ParameterServer(2), STAGES, SLICES), "the shards of a stage or of a slice"),
         ((hr.ParameterAveraging(2, period=2), PARTS, SLICES), "sum their gradients in every round"),
         ((REPLICAS, hr.FullySharded(2, units=[]), STAGES, SLICES), "leave units out"),

@@ -46,7 +46,17 @@ def check_levels(levels: Sequence[Strategy]) -> None:
         check_rings(levels)
         levels = levels[:-1]
     places = [next((at for at, kinds in enumerate(ORDER) if isinstance(each, kinds)), -1) for each in levels]
-    if -1 in places[1:] or 0 in places[1:]:
+    if -1 not in places and places.count(0) < 2 and places != sorted(set(places)):
+        named, ordered = (
+            ", ".join(f"hr.{type(each).__name__}" for each in chosen)
+            for chosen in (levels, [levels[at] for at in sorted(range(len(levels)), key=places.__getitem__)])
+        )
+        first = "give each once" if len({*places}) < len(places) else f"use {ordered}"
+        raise UsageError(
+            f"the levels of a hybrid are {named}; {first}, in the order hr.Mirrored (or averaging, or servers), "
+            "hr.FullySharded, hr.Pipeline, hr.TensorParallel: the last exchanges most, and should be inside a host"
+        )
+    if -1 in places[1:] or places.count(0) > 1:
         wrong = next(each for each, place in zip(levels[1:], places[1:], strict=True) if place < 1)
         raise UsageError(
             "the inner strategy of a hybrid must be hr.TensorParallel(...), hr.Pipeline(...), hr.FullySharded(...), "
@@ -58,13 +68,6 @@ def check_levels(levels: Sequence[Strategy]) -> None:
             "the outer strategy of a hybrid must be hr.Mirrored(...), hr.ParameterAveraging(...), "
             "hr.ParameterServer(...), hr.Downpour(...), hr.FullySharded(...) or hr.Pipeline(...), got "
             f"{levels[0]!r}"
-        )
-    if places != sorted(set(places)):
-        named = ", ".join(f"hr.{type(each).__name__}" for each in levels)
-        raise UsageError(
-            f"the levels of a hybrid are {named}; give each once, in the order hr.Mirrored (or averaging, or "
-            "servers), hr.FullySharded, hr.Pipeline, hr.TensorParallel: the last exchanges most, and should be "
-            "inside a host"
         )
     outer, (_, sharded, pipeline, tensor) = levels[0], by_kind(levels)
     if sharded and outer is not sharded:
