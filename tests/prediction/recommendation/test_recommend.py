@@ -287,10 +287,13 @@ def test_the_command_line(tmp_path: Path, capsys: Capture) -> None:
     assert document["offers"][0]["seconds"] <= document["winner"]["seconds"]
     assert run([*command, "--global-batch-size", "64", "--deadline", "2h"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("recommended  ")
+    told = " ".join(out.split())
+    assert out.startswith("Do not distribute: one device trains 1,000,000 examples in rounds of 64")
+    assert "before the deadline, and no other costs less. The fastest is fully_sharded(workers=4) on 4 devices" in told
+    assert "no other is faster" not in told
+    assert "is worth its start" not in told
     assert "\nheadrace train job.py --strategy one_device\n" in out
     assert f"{len(document['bounded'])} were bounded, not simulated" in " ".join(out.split())
-    assert "for 1,000,000 examples in rounds of 64, and" in " ".join(out.split())
     assert "\nThe command needs global_batch_size=64 in job.py.\n" in out
     assert max(map(len, out.splitlines())) <= 80
     assert run([*command, "--set", "a=1"]) == 2

@@ -26,8 +26,13 @@ def _what(advice: Recommendation) -> Iterator[str]:
     winner, alone = advice.winner, advice.alone
     trained = f"{advice.goal.examples:,} examples in rounds of {winner.prediction.global_batch_size:,}"
     if not advice.distribute:
-        yield f"Do not distribute: one device trains {trained} in {duration(winner.seconds)}, and no other is faster"
-        yield f"by more than {WORTH - 1:.0%}."
+        yield f"Do not distribute: one device trains {trained} in {duration(winner.seconds)},"
+        fastest = _fastest(advice)
+        if fastest.seconds * WORTH >= winner.seconds:
+            yield f"and no other is faster by more than {WORTH - 1:.0%}."
+            return
+        yield f"before the deadline, and no other costs less. The fastest is {fastest.text} on {place_of(fastest)}:"
+        yield f"{duration(fastest.seconds)}" + (f", for {_price(advice, fastest)}." if fastest.money else ".")
         return
     yield f"Take {place_of(winner)} with {winner.candidate.family}: {trained} take {duration(winner.seconds)}"
     if alone is None:
@@ -74,7 +79,8 @@ def _what_would_change_it(advice: Recommendation) -> Iterator[str]:
         yield f"The cheapest is {cheapest.text} on {place_of(cheapest)}: {_price(advice, cheapest)},"
         yield f"in {duration(cheapest.seconds)}."
     if not advice.distribute:
-        yield from _from_where_on(advice, same)
+        if _fastest(advice).seconds * WORTH >= winner.seconds:
+            yield from _from_where_on(advice, same)
         return
     if winner.candidate.devices < advice.knee:
         return
@@ -83,6 +89,11 @@ def _what_would_change_it(advice: Recommendation) -> Iterator[str]:
         yield f"From {advice.knee} devices on, more bring less than half of what they would at best."
     else:
         yield f"Up to these {advice.knee} devices, more bring at least half of what they would at best."
+
+
+def _fastest(advice: Recommendation) -> Offer:
+    able = [offer for offer in advice.offers if not offer.refused and offer.candidate.as_one_device]
+    return min(able, key=lambda offer: offer.seconds)
 
 
 def _from_where_on(advice: Recommendation, same: list[Offer]) -> Iterator[str]:
