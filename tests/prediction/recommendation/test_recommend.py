@@ -291,7 +291,6 @@ def test_the_command_line(tmp_path: Path, capsys: Capture) -> None:
     assert out.startswith("Do not distribute: one device trains 1,000,000 examples in rounds of 64")
     assert "before the deadline, and no other costs less. The fastest is fully_sharded(workers=4) on 4 devices" in told
     assert "no other is faster" not in told
-    assert "is worth its start" not in told
     assert "\nheadrace train job.py --strategy one_device\n" in out
     assert f"{len(document['bounded'])} were bounded, not simulated" in " ".join(out.split())
     assert "\nThe command needs global_batch_size=64 in job.py.\n" in out

@@ -233,8 +233,9 @@ class Console:
             return
         now = monotonic()
         self._began = self._began or (now, examples)
-        seconds = now - self._began[0]
-        self._progress.update(step, loss, (examples - self._began[1]) / seconds if seconds > 0 else None)
+        seconds, since = now - self._began[0], examples - self._began[1]
+        # There is no rate before something was done since.
+        self._progress.update(step, loss, since / seconds if since > 0 and seconds > 0 else None)
 
     def event(self, event: Event) -> None:
         """Writes a line for an event that is worth one."""
