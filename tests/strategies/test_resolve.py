@@ -45,6 +45,7 @@ def test_a_hybrid_is_written_with_its_strategies() -> None:
     wanted = hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2, 4, schedule="1f1b"))
     assert resolve("hybrid(mirrored(2), pipeline(2, 4, schedule='1f1b'))") == wanted
     assert resolve("hybrid(outer='mirrored(2)', inner=\"pipeline(2, 4, '1f1b')\")") == wanted
+    assert resolve("hybrid(inner='pipeline(2, 4, \\'1f1b\\')', outer='mirrored(2)')") == wanted
     assert resolve("hybrid(mirrored, tensor_parallel)") == hr.Hybrid(hr.Mirrored(), hr.TensorParallel())
     levels = hr.Mirrored(2), hr.FullySharded(2), hr.Pipeline(2), hr.TensorParallel(2)
     assert resolve("hybrid(mirrored(2), fully_sharded(2), pipeline(2), tensor_parallel(2))") == hr.Hybrid(*levels)

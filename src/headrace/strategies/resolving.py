@@ -57,9 +57,9 @@ def _made(call: Call, workers: int | None) -> Strategy:
     if call.name not in kinds:
         raise unknown_strategy(call.name)
     kind = kinds[call.name]
-    if call.name == "hybrid" and len(call.values) > 2:
-        # All but the outermost are its inner strategy.
-        call = call._replace(values=(call.values[0], Call(call.name, call.values[1:])))
+    # Of a hybrid, further levels than its two options.
+    inside = call.values[2:] if call.name == "hybrid" else ()
+    call = call._replace(values=call.values[: len(call.values) - len(inside)])
     signature = inspect.signature(kind).parameters
     known = {name: each for name, each in signature.items() if each.kind is not each.VAR_POSITIONAL}
     options = _options(call, list(known))
@@ -69,10 +69,11 @@ def _made(call: Call, workers: int | None) -> Strategy:
     lacking = [name for name, each in known.items() if each.default is each.empty and name not in options]
     if lacking:
         raise UsageError(f"{call.name} needs {' and '.join(lacking)}; write it as {call.name}({', '.join(known)})")
+    if call.name == "hybrid":
+        levels = *(options[name] for name in known), *inside
+        return kind(*(_made(each, None) if isinstance(each, Call) else resolve(each) for each in levels))  # type: ignore[arg-type]
     for option, value in options.items():
-        if call.name == "hybrid":
-            options[option] = _made(value, None) if isinstance(value, Call) else resolve(value)  # type: ignore[arg-type]
-        elif isinstance(value, Call):
+        if isinstance(value, Call):
             raise UsageError(f"{option} of {call.name} is no strategy: a text takes quotes, {option}='{value.name}'")
     return kind(**options)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from headrace import internals
 from headrace.errors import JobError
 from headrace.machine.resources import resident_bytes
 from headrace.prediction.memory.hollow import HollowMemory
@@ -26,6 +27,21 @@ def test_what_lives_is_counted_and_what_is_gone_is_not() -> None:
         del second
         third.add_(1)
         assert memory.peak_bytes == 4 * MB
+
+
+def test_what_comes_to_an_address_is_not_what_was_there() -> None:
+    with HollowMemory() as memory:
+        kept, gone = torch.empty(MB), torch.empty(MB)
+        held = memory.at([internals.storage_address(each.untyped_storage()) for each in (kept, gone)])
+        assert len(held) == 2
+        assert all(each.lives for each in held)
+        del gone
+        others = [torch.empty(MB) for _ in range(64)]
+        assert [each.lives for each in held].count(True) == 1
+        others += [kept]
+        assert memory.at([internals.storage_address(each.untyped_storage()) for each in others]) & held == {
+            each for each in held if each.lives
+        }
 
 
 def test_no_page_of_it_is_touched() -> None:

@@ -45,8 +45,8 @@ class HollowMemory(internals.TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._living: dict[int, _Storage] = {}
-        self._resized: list[_Storage] = []
+        self._living: dict[int, Allocation] = {}
+        self._resized: list[Allocation] = []
         self._total = self._on_host = self.host_bytes = 0
         self._hosting, self._pinning = False, True
         self.find_hosted: Callable[[], Iterable[Tensor]] = tuple
@@ -103,6 +103,10 @@ class HollowMemory(internals.TorchDispatchMode):
         """Returns the storages that live, by address, with their bytes; without those in the memory of the host."""
         self._measure()
         return {key: each.counted for key, each in self._living.items() if not each.hosted}
+
+    def at(self, addresses: Iterable[int]) -> set[Allocation]:
+        """Returns what lives at addresses: each itself, because another may have its address once it is gone."""
+        return {self._living[each] for each in addresses if each in self._living}
 
     def lend(self, tensor: Tensor) -> None:
         """Takes a tensor that was made elsewhere as one without values, which does not count."""
@@ -166,7 +170,7 @@ class HollowMemory(internals.TorchDispatchMode):
         key = internals.storage_address(storage)
         known = self._living.get(key)
         if known is None:
-            known = self._living[key] = _Storage(storage, hollow, lambda _: self._forget(key))
+            known = self._living[key] = Allocation(storage, hollow, lambda _: self._forget(key))
             known.hosted, known.pinned = self._hosting, self._pinning
             self._count(known, known.nbytes)
         elif hollow:
@@ -180,7 +184,7 @@ class HollowMemory(internals.TorchDispatchMode):
         self._count(self._living.pop(key), 0)
         self._shared.discard(key)
 
-    def _count(self, storage: _Storage, nbytes: int) -> None:
+    def _count(self, storage: Allocation, nbytes: int) -> None:
         if storage.hosted:
             self._on_host += storage.on_host(nbytes) - storage.on_host(storage.counted)
             self.host_bytes = max(self.host_bytes, self._on_host)
@@ -205,7 +209,7 @@ class HollowMemory(internals.TorchDispatchMode):
             self._looks()
 
 
-class _Storage:
+class Allocation:
     """Memory that lives, and whether it has values."""
 
     __slots__ = ("_reference", "counted", "hollow", "hosted", "key", "pinned", "resized")
@@ -220,6 +224,10 @@ class _Storage:
     def on_host(self, nbytes: int) -> int:
         """Returns what so many bytes take there: torch takes pinned memory by powers of two."""
         return 1 << (nbytes - 1).bit_length() if nbytes and self.pinned else nbytes
+
+    @property
+    def lives(self) -> bool:
+        return self._reference() is not None
 
     @property
     def nbytes(self) -> int:

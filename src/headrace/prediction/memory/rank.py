@@ -18,7 +18,7 @@ from headrace import internals
 from headrace.checkpoint.trained_model import in_memory_of_their_own
 from headrace.collectives.base import ProcessGroup
 from headrace.prediction.memory.alone import OneOfGroup
-from headrace.prediction.memory.hollow import HollowMemory
+from headrace.prediction.memory.hollow import Allocation, HollowMemory
 from headrace.prediction.memory.kinds import KINDS, RankMemory
 from headrace.prediction.memory.served import directory_of
 from headrace.prediction.memory.stages import Messages, OneRanksChannels
@@ -92,7 +92,7 @@ class HollowRank:
             if isinstance(replica.sync, DataLeases):
                 replica.sync.begin()
             start, updater = memory.peak_bytes, replica.exchange.updater
-            own = {_address(each) for each in (*module.parameters(), *(updater.parameters if updater else ()))}
+            own = memory.at(map(_address, (*module.parameters(), *(updater.parameters if updater else ()))))
             share = Share(self.batch, self.examples, self.job.global_batch_size, 0)
             for round_ in range(_ROUNDS):
                 memory.restart()
@@ -172,13 +172,15 @@ class HollowRank:
         with nullcontext() if choice is None else recomputing(module, choice):
             return self.strategy.replica(plan, self.rank, context)
 
-    def _kinds(self, memory: HollowMemory, module: nn.Module, exchange: Exchange, own: Set[int]) -> Mapping[str, int]:
+    def _kinds(
+        self, memory: HollowMemory, module: nn.Module, exchange: Exchange, own: Set[Allocation]
+    ) -> Mapping[str, int]:
         """Returns the bytes of what lives now, by what it is."""
         updater = exchange.updater
         every = [*module.parameters(), *(updater.parameters if updater else ())]
         # Its parts of frozen units, too, while these are whole.
-        kinds = dict.fromkeys(own, "parameters")
-        kinds |= {_address(each): "gathered" for each in every if _address(each) not in own}
+        kinds = {each.key: "parameters" for each in own if each.lives}
+        kinds |= {_address(each): "gathered" for each in every if _address(each) not in kinds}
         kinds |= {_address(each): "buffers" for each in module.buffers()}
         kinds |= {_address(each): "batch" for each in tensors_of(self.batch)}
         kinds |= {_address(each.grad): "gradients" for each in every if each.grad is not None}
