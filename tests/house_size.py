@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 129_019
+LINES = 129_026
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_030
@@ -13,14 +13,14 @@ CORE = 15_030
 CLOSURES = {
     "data": 900,
     "data.loading.loader": 6_610,
-    "strategies.one_device": 10_110,
-    "strategies.mirrored": 11_310,
-    "strategies.central_storage": 13_380,
-    "worker.main": 20_620,
-    "engine.local.process": 22_280,
+    "strategies.one_device": 10_120,
+    "strategies.mirrored": 11_320,
+    "strategies.central_storage": 13_390,
+    "worker.main": 20_630,
+    "engine.local.process": 22_290,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_910,
-    "api.fit": 33_730,
+    "api.fit": 33_740,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 

@@ -143,12 +143,12 @@ def measure(name: str, defers: bool, width: int, blocks: int) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("strategies", nargs="*", choices=[*STRATEGIES, []], default=list(STRATEGIES))
+    parser.add_argument("strategies", nargs="*", choices=[*STRATEGIES, []], default=[])
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=8)
     given = parser.parse_args()
     found = {}
-    for name in given.strategies:
+    for name in given.strategies or STRATEGIES:
         found[name] = {
             when: measure(name, defers, given.width, given.blocks)
             for when, defers in (("whole", False), ("deferred", True))

@@ -54,8 +54,11 @@ def main(kind: str, steps: int, figure: str, width: int, tokens: int) -> float:
     for step in range(steps):
         if step == 3:
             began = time.perf_counter()
+        # A batch of the data in a new order, as headrace reads one.
+        order = torch.randperm(len(x))
+        examples, targets = x[order], y[order]
         optimizer.zero_grad()
-        nn.functional.mse_loss(forward(kind, model, x), y).backward()
+        nn.functional.mse_loss(forward(kind, model, examples), targets).backward()
         optimizer.step()
     took = time.perf_counter() - began
     return (steps - 3) / took if figure == "rate" else most_bytes() / 1e6

@@ -22,6 +22,7 @@ from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.options import require_count
 from headrace.spec.parameter_sets import ParameterSet, divide
 from headrace.spec.patterns import require_matches
+from headrace.spec.plan import Plan
 
 EXTRA_STATE = "_extra_state"
 """The end of the key that a module's `get_extra_state` has in a state dict."""
@@ -312,6 +313,12 @@ def parameters_and_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in module.named_buffers():
         if name in kept:
             yield f"buffer/{name}", buffer
+
+
+def not_sent(module: nn.Module, plan: Plan) -> Iterator[tuple[str, Tensor]]:
+    """Yields what workers do not get from the first one as they begin: buffers, and what servers do not hold."""
+    yield from module.named_buffers()
+    yield from ((name, each) for name, each in module.named_parameters() if plan.servers and not each.requires_grad)
 
 
 def derived_state(module: nn.Module) -> list[str]:

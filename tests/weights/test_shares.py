@@ -103,6 +103,12 @@ class Anchored(torch.optim.Optimizer):
                     each.add_(each.grad, alpha=-group["lr"]).lerp_(self.state[each]["first"], 0.1)
 
 
+def half_frozen() -> nn.Module:
+    made = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+    made[0].requires_grad_(False)
+    return made
+
+
 SGD = partial(torch.optim.SGD, lr=0.1)
 X = torch.randn(8, 6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 # The model, the strategy, and what all workers read together of the files' bytes.
@@ -111,6 +117,21 @@ CASES: dict[str, tuple[Callable[[], nn.Module], hr.Strategy, float]] = {
     "central_storage": (Attention, hr.CentralStorage(3), 1),
     "parameter_averaging": (Attention, hr.ParameterAveraging(3), 1),
     "gossip": (Attention, hr.Gossip(3), 1),
+    "servers": (Attention, hr.ParameterServer(3, servers=2, staleness_bound=0), 1),
+    "downpour": (Attention, hr.Downpour(3, servers=2), 1),
+    "averages on servers": (Attention, hr.ParameterAveraging(3, via="server"), 1),
+    "stages and servers": (
+        nn.Sequential,
+        hr.Hybrid(hr.ParameterServer(2, servers=2, staleness_bound=0), hr.Pipeline(2)),
+        1,
+    ),
+    "slices and servers": (
+        Attention,
+        hr.Hybrid(hr.ParameterServer(2, servers=2, staleness_bound=0), hr.TensorParallel(2)),
+        1,
+    ),
+    # Servers hold no frozen parameter, so that each of three workers reads the half of the model.
+    "servers, half frozen": (half_frozen, hr.ParameterServer(3, staleness_bound=0), 2),
     "context_parallel": (Attention, hr.ContextParallel(2), 1),
     "replicas of rings": (Attention, hr.Hybrid(hr.Mirrored(2), hr.ContextParallel(2)), 1),
     "sharded rings": (Attention, hr.Hybrid(hr.FullySharded(2), hr.ContextParallel(2)), 1),

@@ -29,6 +29,7 @@ from math import prod
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective
 from headrace.errors import InfeasiblePlan, UsageError
+from headrace.modules import not_sent
 from headrace.parameter_server.server.server import Server
 from headrace.pipeline.staged import SlicedStages, StagedReplica
 from headrace.policies.behaviour import Behaviour, Stages
@@ -275,7 +276,7 @@ class Hybrid(ServedStrategy):
         # Ranks that get all parameters from the first of their mates read none.
         follows = bool(pipeline if sharded else outer and outer.begins_alike)
         if context.weights and follows and everyone.fixed and mates.rank:
-            context = replace(context, weights=context.weights.only(name for name, _ in context.module.named_buffers()))
+            context = replace(context, weights=context.weights.only(dict(not_sent(context.module, plan))))
         inside = self._inside(plan, groups, context, mates) if pipeline or tensor else None
         connected = among(context, mates, groups.mates)
         own = context
@@ -303,9 +304,8 @@ class Hybrid(ServedStrategy):
             return replace(sharded.over_stages(rank, own, within, carrier, others, measured), slices=inside.slices)
         assert inside is not None
         if not outer:
-            return Replica(
-                own.whole_model(), LocalExchange(everywhere(own.model.parameters), own), slices=inside.slices
-            )
+            exchange = LocalExchange(everywhere(own.model.parameters), own)
+            return Replica(own.whole_model(), exchange, slices=inside.slices)
         role = plan.role(rank)
         if isinstance(self.outer, Served):
             # Replicas that are threads share one generator, and while one is traced no other may go on and draw.

@@ -132,7 +132,6 @@ class ParameterAveraging(ServedStrategy):
                 "period must be a whole number of rounds of at least 1, 'auto' or hr.AutoPeriod(...), got "
                 f"{self.period!r}"
             )
-        object.__setattr__(self, "begins_alike", self.via == "all_reduce")
         outer_step(self.outer)
         if not isinstance(self.average_optimizer_state, bool):
             raise UsageError(f"average_optimizer_state must be True or False, got {self.average_optimizer_state!r}")

@@ -52,6 +52,7 @@ class ServedStrategy(Strategy):
     transport: str
     sharding: str | None = None
     placement: str = "greedy"
+    begins_alike = True
 
     def imports(self) -> tuple[str, ...]:
         return "headrace.worker.server", "headrace.worker.loops.leased"

@@ -20,7 +20,7 @@ from headrace.devices import HOST
 from headrace.errors import HeadraceError, PeerLost, UnfitMachine, UsageError, user_traceback
 from headrace.machine.limits import explained, out_of_memory
 from headrace.machine.resources import peak_resident_bytes, resident_bytes
-from headrace.modules import is_dense, parameters_and_buffers, stateful_modules
+from headrace.modules import is_dense, not_sent, parameters_and_buffers, stateful_modules
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, RowsHeld, RowsRead, WorkerEnded, WorkerStarted
 from headrace.spec.model import ModelSpec
@@ -136,14 +136,14 @@ def _explained(error: BaseException, run: RunSpec, rank: int, session: WorkerSes
 def _begin_as(run: RunSpec, module: nn.Module, stored: LoadedCheckpoint | None, reads: bool) -> None:
     """Gives a model that was built from the seed the values of a checkpoint or of files, if there is one.
 
-    Where this worker gets the first one's parameters, it `reads` none, and of files only buffers.
+    Where this worker gets the first one's parameters, it `reads` of files only what these are without.
     """
     require_same_results(run, module)
     if stored:
         with making_sense(stored.path):
             stored.load_module(module)
     elif not run.strategy.reads_parts and (weights := stored_values(run, module)):
-        weights.read(module, None if reads else module.named_buffers())
+        weights.read(module, None if reads else not_sent(module, run.plan))
 
 
 @contextmanager
