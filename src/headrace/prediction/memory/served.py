@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,29 +15,33 @@ from torch import Tensor
 
 from headrace.checkpoint.forms import pack
 from headrace.collectives.base import ProcessGroup
-from headrace.errors import ServerRefused
 from headrace.machine.background import BackgroundThread
 from headrace.parameter_server.planning import ServerProcess, layout_of
 from headrace.parameter_server.replication.directory import ServerDirectory
 from headrace.parameter_server.server.server import Server
-from headrace.parameter_server.wire import Kind, Message, ShardLayout, buckets_of, decode, encode
+from headrace.parameter_server.wire import Kind, Message, ShardLayout, buckets_of, encode
+from headrace.prediction.memory.ends import (
+    ENDLESS,
+    AnsweredClient,
+    Answers,
+    HollowEnd,
+    PushedServer,
+    SentClient,
+    SentServer,
+)
 from headrace.prediction.memory.hollow import HollowMemory
 from headrace.prediction.memory.kinds import RankMemory
-from headrace.prediction.memory.sent import SentClient, SentServer
 from headrace.shared_memory.control_page import ControlPage
-from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec
 from headrace.spec.parameter_sets import one_optimizer
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy
 from headrace.strategies.served import ServedStrategy, ServerContext
-from headrace.transport.base import Blob, ClientTransport, ReceivedMessage, ServerTransport, Slots, TransportLayout
-from headrace.transport.local_client import NOTHING, head_bytes, segment_bytes
+from headrace.transport.base import ClientTransport, ReceivedMessage, Slots, TransportLayout
+from headrace.transport.local_client import head_bytes
 
 _SPAN = "push_every"
-_ENDLESS = 1 << 40
-"""A sync point that does not come."""
 
 _ROUNDS = 3
 
@@ -60,112 +62,6 @@ def directory_of(plan: Plan, rank: int, group: ProcessGroup, share: Callable[[in
     # A push that lasts as long as it can: until the next one begins.
     late = partial(BackgroundThread, late=True)
     return ServerDirectory(page, plan, rank, group, 1.0, rank, plan.servers, open=open_, thread=late)
-
-
-class Answers:
-    """What a server answers at once: every push counts, every shard is new, and leases of `span` rounds follow."""
-
-    def __init__(self, span: int) -> None:
-        self._span = span
-        self._version = itertools.count(1)
-
-    def __call__(self, asked: Message) -> tuple[bytes, memoryview]:
-        found, returned = Message(Kind.DONE), NOTHING
-        if asked.kind in (Kind.PUSH, Kind.PULL, Kind.PUSH_PULL):
-            found = Message(Kind.ANSWER, asked.first, numbers=(next(self._version),) * len(asked.numbers))
-        elif asked.kind == Kind.ASK:
-            number = next(self._version)
-            found = Message(Kind.GRANT, lease=number, numbers=(0, 0, _ENDLESS, self._span, number, 0))
-        elif asked.kind == Kind.BEGIN:
-            returned = memoryview(b"begun")
-        return encode(found._replace(number=asked.number)), returned
-
-
-class AnsweredClient(ClientTransport):
-    """A worker's end, as `LocalClientTransport` holds it, whose server has answered all at once."""
-
-    def __init__(self, layout: TransportLayout, share: Callable[[int], Tensor], answer: Answers) -> None:
-        self.moved_bytes = 0
-        self._layout, self._answer = layout, answer
-        self._own = [share(nbytes) for nbytes in segment_bytes(layout) if nbytes]
-        head = head_bytes(layout.parameters)
-        self._sources = layout.parameters.views(share(head + layout.parameters.nbytes)[head:])
-        self._version = itertools.count(1)
-        self._answers: deque[tuple[bytes, memoryview]] = deque()
-
-    def push_slot(self, slot: int) -> Tensor:
-        return self._layout.pushes.of(self._own[0], slot)
-
-    def joined_push_slots(self, slots: range) -> Tensor | None:
-        return self._layout.pushes.joined(self._own[0], slots)
-
-    def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
-        self._answers.append(self._answer(decode(message)))
-
-    def receive(self, timeout_s: float) -> tuple[bytes, memoryview] | None:
-        return self._answers.popleft() if self._answers else None
-
-    def fetch(self, slot: int, into: Tensor) -> int:
-        into.copy_(self._sources[slot])
-        return next(self._version)
-
-    def reply_slot(self, slot: int) -> Tensor:
-        return self._layout.pulled.of(self._own[-1], slot)
-
-    def close(self) -> None:
-        """There is no connection."""
-
-
-class _PushedServer(ServerTransport):
-    """A server's end, as `LocalServerTransport` holds it, with the slots of `peers` workers."""
-
-    trusts_clients = True
-    address = ""
-    moved_bytes = 0
-    ahead = 1
-
-    def __init__(self, layout: ShardLayout, share: Callable[[int], Tensor], peers: int) -> None:
-        self.region = share(head_bytes(layout.slots) + layout.slots.nbytes)
-        self._places = layout.slots.views(self.region[head_bytes(layout.slots) :])
-        self._pushed = [layout.push_slots.views(share(layout.push_slots.nbytes)) for _ in range(peers)]
-        replies = layout.reply_slots
-        self._replies = [replies.views(share(replies.nbytes)) for _ in range(peers)] if replies else []
-        self.inbox: list[ReceivedMessage] = []
-
-    def parameters(self, slot: int) -> Tensor:
-        return self._places[slot]
-
-    def writing(self, slots: Sequence[int]) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def set_version(self, slot: int, version: int) -> None:
-        """No worker reads it."""
-
-    def receive(self, timeout_s: float) -> list[ReceivedMessage]:
-        received, self.inbox = self.inbox, []
-        return received
-
-    def pushed(self, peer: int, slot: int) -> Tensor:
-        return self._pushed[peer][slot]
-
-    def release(self, peer: int, slots: Sequence[int]) -> None:
-        """No worker waits for it."""
-
-    def reply_slot(self, peer: int, slot: int) -> Tensor:
-        return self._replies[peer][slot]
-
-    def send(
-        self, peer: int, message: bytes, slots: Sequence[int] = (), blob: Blob = b"", limited: bool = True
-    ) -> None:
-        if decode(message).kind == Kind.ERROR:
-            assert not isinstance(blob, SharedSegment)
-            raise ServerRefused(bytes(blob).decode())
-
-    def drop(self, peer: int) -> None:
-        """There is no connection."""
-
-    def close(self) -> None:
-        """There is no connection."""
 
 
 def measure_servers(
@@ -203,11 +99,11 @@ class HollowServer:
         layout = layout_of(plan, self.model, self.rank)
         with warnings.catch_warnings(), memory:
             warnings.simplefilter("ignore")
-            make = SentServer if _is_sent(plan) else _PushedServer
+            make = SentServer if _is_sent(plan) else PushedServer
             end = make(layout, memory.share, plan.replicas)
             context = ServerContext(
                 self.model, one_optimizer(self.job.optimizer, "a plan of memory"), self.job.options,
-                rounds_per_epoch=1, first=0, until=_ENDLESS, process=ServerProcess(end=end),
+                rounds_per_epoch=1, first=0, until=ENDLESS, process=ServerProcess(end=end),
             )  # fmt: skip
             server = self.strategy.server(plan, self.rank, context)
             asking = _Asking(server, end)
@@ -238,7 +134,7 @@ class HollowServer:
             asking.turn()
 
 
-def _kinds(memory: HollowMemory, server: Server, end: _PushedServer | SentServer) -> RankMemory:
+def _kinds(memory: HollowMemory, server: Server, end: HollowEnd) -> RankMemory:
     """Returns the bytes of what lives now, by what it is."""
     (_, state), living = server.memory(), memory.living()
     shared = sum(size for key, size in living.items() if memory.is_shared(key))
@@ -249,7 +145,7 @@ def _kinds(memory: HollowMemory, server: Server, end: _PushedServer | SentServer
 class _Asking:
     """Has a server handle messages; a worker may have sent `ahead` that are not handled."""
 
-    def __init__(self, server: Server, end: _PushedServer | SentServer) -> None:
+    def __init__(self, server: Server, end: HollowEnd) -> None:
         self.ahead = end.ahead
         self._server, self._end = server, end
         self._numbers = itertools.count(1)
