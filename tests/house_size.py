@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 129_026
+LINES = 129_040
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_030
@@ -13,14 +13,14 @@ CORE = 15_030
 CLOSURES = {
     "data": 900,
     "data.loading.loader": 6_610,
-    "strategies.one_device": 10_120,
-    "strategies.mirrored": 11_320,
-    "strategies.central_storage": 13_390,
-    "worker.main": 20_630,
-    "engine.local.process": 22_290,
+    "strategies.one_device": 10_130,
+    "strategies.mirrored": 11_330,
+    "strategies.central_storage": 13_400,
+    "worker.main": 20_640,
+    "engine.local.process": 22_300,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_910,
-    "api.fit": 33_740,
+    "api.fit": 33_750,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 

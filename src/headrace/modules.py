@@ -30,15 +30,26 @@ EXTRA_STATE = "_extra_state"
 TRACING = threading.RLock()
 """Of the thread that traces a model: `torch.fx` changes torch's classes for all threads of the process meanwhile."""
 
+_REPACKS = "support_avx512bf16_for_cpu"
+"""Whether a layer of bitsandbytes makes another form of its weight when it first runs in eval mode on a CPU."""
+
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Puts a module into eval mode; afterwards each part is in the mode that it was in."""
+    """Puts a module into eval mode; afterwards each part is in the mode that it was in.
+
+    No weight in 4 bits is repacked for inference, which would round its scales and leave it without a backward.
+    """
     modes = [(part, part.training) for part in module.modules()]
+    repacking = [part for part, _ in modes if getattr(part, _REPACKS, False)]
     module.eval()
     try:
+        for part in repacking:
+            setattr(part, _REPACKS, False)
         yield
     finally:
+        for part in repacking:
+            setattr(part, _REPACKS, True)
         # Not train(), which would put parts into train mode that their owner keeps in eval mode.
         for part, mode in modes:
             part.training = mode

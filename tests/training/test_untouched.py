@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from headrace.modules import evaluating
 from headrace.training.user_code.untouched import untouched
 
 
@@ -34,3 +38,36 @@ def test_slots_that_cannot_be_set_are_put_back() -> None:
         object.__setattr__(locked, "name", "second")
         frozen.counts.append(2)
     assert (locked.counts, locked.name, frozen.counts) == ([1], "first", [1])
+
+
+class Repacked(nn.Module):
+    """Its first forward in eval mode packs the weight, as a layer of bitsandbytes does, and has no backward then."""
+
+    support_avx512bf16_for_cpu = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(4, dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and self.support_avx512bf16_for_cpu:
+            self.weight.data = self.weight.data.view(2, 2).half()
+        return x * self.weight.sum()
+
+
+def test_a_weight_of_another_form_is_put_back() -> None:
+    model = Repacked().eval()
+    with untouched(model):
+        model(torch.ones(1))
+        assert model.weight.shape == (2, 2)
+    assert torch.equal(model.weight, torch.arange(4, dtype=torch.uint8))
+
+
+def test_an_evaluation_repacks_no_weight() -> None:
+    model = nn.Sequential(Repacked())
+    with evaluating(model):
+        model(torch.ones(1))
+    assert torch.equal(model[0].weight, torch.arange(4, dtype=torch.uint8))
+    # Whoever trains no more may have it packed.
+    model.eval()(torch.ones(1))
+    assert model[0].weight.shape == (2, 2)

