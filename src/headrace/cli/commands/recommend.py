@@ -284,7 +284,7 @@ def _lines(
     yield from wrapped(f"{advice.tried} candidates, of which {fit} fit; {simulated} were simulated.", "  ", "      ")
     if advice.bounded:
         yield from wrapped(
-            f"{len(advice.bounded)} were bounded, not simulated: their bound is no better than one of their family.",
+            f"{len(advice.bounded)} were bounded, not simulated: their bound is worse than one of their family.",
             "  ",
             "      ",
         )

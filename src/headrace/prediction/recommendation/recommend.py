@@ -53,7 +53,7 @@ class Recommendation:
         alone: one device, if the model fits there.
         tried: number of candidates.
         currency: of `Offer.money`; "" where the cluster does not say it.
-        bounded: those that fit, and that were not simulated: even their bound is no better than another one of their
+        bounded: those that fit, and that were not simulated: even their bound is worse than another one of their
             family on as many devices.
         by_money: whether the cheapest is ranked first, else the quickest.
         deadline_s: within which the goal is to be reached; None for none.
