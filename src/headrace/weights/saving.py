@@ -82,10 +82,15 @@ def _write(tensors: Mapping[str, StoredTensor], path: Path) -> int:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % PREFIX)
     part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as file:
-        file.write(len(text).to_bytes(PREFIX, "little") + text)
-        for name in order:
-            for chunk in chunks(tensors[name]):
-                file.write(chunk.numpy().data)
-    part.rename(path)
+    try:
+        with part.open("wb") as file:
+            file.write(len(text).to_bytes(PREFIX, "little") + text)
+            for name in order:
+                for chunk in chunks(tensors[name]):
+                    file.write(chunk.numpy().data)
+        part.rename(path)
+    except BaseException:
+        # On a full disk it would take what is left.
+        part.unlink(missing_ok=True)
+        raise
     return begin
