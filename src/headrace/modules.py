@@ -36,20 +36,12 @@ _REPACKS = "support_avx512bf16_for_cpu"
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Puts a module into eval mode; afterwards each part is in the mode that it was in.
-
-    No weight in 4 bits is repacked for inference, which would round its scales and leave it without a backward.
-    """
+    """Puts a module into eval mode; afterwards each part is in the mode that it was in."""
     modes = [(part, part.training) for part in module.modules()]
-    repacking = [part for part, _ in modes if getattr(part, _REPACKS, False)]
     module.eval()
     try:
-        for part in repacking:
-            setattr(part, _REPACKS, False)
         yield
     finally:
-        for part in repacking:
-            setattr(part, _REPACKS, True)
         # Not train(), which would put parts into train mode that their owner keeps in eval mode.
         for part, mode in modes:
             part.training = mode
@@ -58,8 +50,12 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def set_train_modes(module: nn.Module) -> None:
     """Puts a module that is in eval mode as a whole into train mode; in one that is not, parts in eval mode stay so.
 
-    A part whose `train` is its own decides what it keeps in eval mode.
+    A part whose `train` is its own decides what it keeps in eval mode. Weights in 4 bits stay as they are in eval mode,
+    too: repacked for inference, their scales would be rounded, and no gradient would pass them.
     """
+    for part in module.modules():
+        if getattr(part, _REPACKS, False):
+            setattr(part, _REPACKS, False)
     if not module.training:
         module.train()
         return
