@@ -63,6 +63,7 @@ def _copies(scene: Scene) -> float:
     state, workers = scene.model.copies - 2, scene.workers
     # Where the gradients are put for others, besides those of autograd; and the parts of the others that are added up.
     shared = 1 + (workers - 1) / workers if len(scene.crowds) == 1 and scene.cluster.device == "cpu" else 0
+    sent = len(scene.crowds) > 1 and scene.cluster.device == "cpu"
     match scene.behaviour.exchange:
         case GradientSum(central=True):
             # One copy of the parameters, and each owns a part of the sum and of the optimizer's state.
@@ -71,10 +72,10 @@ def _copies(scene: Scene) -> float:
             # And the sum.
             return 2 + state + (1 + shared if workers > 1 else 0)
         case ServerTerms(local=False):
-            # And what is on its way.
-            return 3
+            # And what is on its way; where it is on the servers' host, their parameters, which are mapped.
+            return 3 - sent
         case ServerTerms(overlap=overlap):
-            return (5 if overlap else 3) + state
+            return (5 if overlap else 3) - sent + state
         case ParameterMean():
             return 3 + state
         case _:
