@@ -26,10 +26,12 @@ from headrace.machine.resources import (
     cores,
     load_average,
     memory_limit_bytes,
+    most_threads,
     processor_name,
     processor_times,
     spare_memory_bytes,
 )
+from headrace.policies.roles import worker_roles
 from headrace.shared_memory.control_page import check_shared_memory
 
 QUOTAS = {
@@ -54,26 +56,30 @@ def test_cores_respect_a_containers_quota(
 
 
 @pytest.mark.parametrize(
-    ("variables", "count"),
+    ("variables", "most", "threads"),
     [
-        ({}, 8),
-        ({"OMP_NUM_THREADS": "3"}, 3),
-        ({"OMP_NUM_THREADS": "2,4"}, 2),
-        ({"OMP_NUM_THREADS": "64"}, 8),
-        ({"OMP_NUM_THREADS": "0"}, 8),
-        ({"OMP_NUM_THREADS": "many"}, 8),
-        ({"OMP_NUM_THREADS": "1", "RANK": "0"}, 8),
+        ({}, 0, (8, 4)),
+        ({"OMP_NUM_THREADS": "3"}, 3, (3, 3)),
+        ({"OMP_NUM_THREADS": "2,4"}, 2, (2, 2)),
+        ({"OMP_NUM_THREADS": "64"}, 64, (8, 4)),
+        ({"OMP_NUM_THREADS": "0"}, 0, (8, 4)),
+        ({"OMP_NUM_THREADS": "many"}, 0, (8, 4)),
+        ({"OMP_NUM_THREADS": "1", "RANK": "0"}, 0, (8, 4)),
     ],
 )
-def test_cores_respect_what_openmp_is_told_but_not_by_torchrun(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], count: int
+def test_what_openmp_is_told_limits_the_threads_of_each_process_and_no_core(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], most: int, threads: tuple[int, int]
 ) -> None:
     monkeypatch.setattr(resources, "core_quota", lambda: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert cores() == count
+    assert (cores(), most_threads()) == (8, most)
+    cluster = detect("cpu")
+    assert [[role.threads for role in worker_roles("mirrored", count, cluster)] for count in (1, 2)] == [
+        [threads[0]], [threads[1]] * 2
+    ]  # fmt: skip
 
 
 def files_of(root: Path, files: dict[str, str]) -> Path:

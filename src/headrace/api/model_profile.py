@@ -23,7 +23,7 @@ from headrace.errors import HeadraceError, JobError, UnfitMachine, UsageError
 from headrace.machine.allocator import give_back
 from headrace.machine.identity import detect
 from headrace.machine.limits import out_of_memory
-from headrace.machine.resources import cores, spare_memory_bytes
+from headrace.machine.resources import cores, most_threads, spare_memory_bytes
 from headrace.pipeline.profile import first_batch
 from headrace.pipeline.profile import profile as profile_layers
 from headrace.policies.measurement import doubts
@@ -119,7 +119,7 @@ def profile(
     check_name(device, AUTO)
     check_options(job.options, kind := detect(device).device)
     own = _own_size(job)
-    measuring = _Measuring(info, kind, threads or cores(), seconds, engine, say)
+    measuring = _Measuring(info, kind, threads, seconds, engine, say)
     compute, passes = _measured_sizes(measuring, sorted({own, *(size for size in batch_sizes if size < own)}), say)
     return replace(
         info.model,
@@ -140,13 +140,13 @@ def job_facts(job: Job, name: str, seconds: float = 1.0, say: Callable[[str], ob
     """
     info = inspect_job(job)
     one_optimizer(job.optimizer, "a profile")
-    measuring = _Measuring(info, "cpu", cores(), seconds, None, say)
+    measuring = _Measuring(info, "cpu", None, seconds, None, say)
     batch = measuring.batch(_own_size(job))
     examples = examples_of(batch)
     passes = measuring.passes(examples)
     gpu_step_s = None
     if (kind := detect(AUTO, fixed_shapes=False).device) != HOST:
-        there = _Measuring(info, kind, cores(), seconds, None, say)
+        there = _Measuring(info, kind, None, seconds, None, say)
         on_gpu = there.passes(examples)
         gpu_step_s = on_gpu.forward_s + on_gpu.backward_s
     say("the input alone")
@@ -232,12 +232,12 @@ class _Measuring:
         self,
         info: JobInfo,
         device: str,
-        threads: int,
+        threads: int | None,
         seconds: float,
         engine: Engine | None,
         say: Callable[[str], object],
     ) -> None:
-        self.threads = threads
+        self.threads = threads or threads_per_worker(cores(), 1, most_threads())
         self._info = info
         self.device = device
         self._seconds = seconds

@@ -13,7 +13,7 @@ from typing import TextIO
 
 from headrace.devices import HOST, choose, choose_each, kind_of, one_each, parts_of_devices, runtime_of
 from headrace.errors import UnfitMachine
-from headrace.machine.resources import cores, spare_memory_bytes
+from headrace.machine.resources import cores, most_threads, spare_memory_bytes
 from headrace.spec.cluster import Cluster, Host
 
 
@@ -83,6 +83,7 @@ def detect(device: str | Sequence[str], ranks: int | None = None, fixed_shapes: 
         worker_devices=named,
         identities=tuple(identities),
         device_memory_bytes=room,
+        threads=most_threads(),
     )
     return Cluster((host,), ranks, kind)
 

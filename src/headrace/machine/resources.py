@@ -22,17 +22,17 @@ _ROOT = Path("/")
 def cores() -> int:
     """Returns how many processor cores the processes of this run may use here.
 
-    Their affinity, their control groups' quota and OMP_NUM_THREADS limit it.
+    Their affinity and their control groups' quota limit it.
     """
-    limits = [_given_cores() or len(os.sched_getaffinity(0))]
-    quota = core_quota()
-    if quota is not None:
-        limits.append(max(1, round(quota)))
+    count, quota = _given_cores() or len(os.sched_getaffinity(0)), core_quota()
+    return count if quota is None else min(count, max(1, round(quota)))
+
+
+def most_threads() -> int:
+    """Returns how many threads each process may have, as OMP_NUM_THREADS says; 0 where it says nothing."""
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     # torchrun sets it to 1 in every process, whatever there is.
-    if threads.isdecimal() and int(threads) and "RANK" not in os.environ:
-        limits.append(int(threads))
-    return min(limits)
+    return int(threads) if threads.isdecimal() and "RANK" not in os.environ else 0
 
 
 def _given_cores() -> int:

@@ -209,7 +209,8 @@ def _with_own_devices(strategy: str, roles: Sequence[Role], cluster: Cluster) ->
 
 def _roles_on(strategy: str, host: Host, ranks: Sequence[int], cluster: Cluster) -> list[Role]:
     """Returns the workers of a host."""
-    devices, threads = _devices(strategy, host, len(ranks), cluster), threads_per_worker(host.cores, len(ranks))
+    devices = _devices(strategy, host, len(ranks), cluster)
+    threads = threads_per_worker(host.cores, len(ranks), host.threads)
     # Those that are named follow each other, and so do accelerators.
     identities = host.identities[: len(ranks)] if devices[:1] != (HOST,) or host.worker_devices else ()
     return [
@@ -276,15 +277,17 @@ def _count(strategy: str, workers: int | None, cluster: Cluster) -> int:
     return sum(len(host.worker_devices) for host in cluster.hosts) or max(1, cluster.accelerators)
 
 
-def threads_per_worker(cores: int, workers_on_host: int) -> int:
+def threads_per_worker(cores: int, workers_on_host: int, most: int = 0) -> int:
     """Returns the threads of one worker so that those of a host do not crowd each other out; at least 1.
 
-    >>> threads_per_worker(8, 3)
-    2
+    Each may have `most`, or any number where that is 0.
+
+    >>> threads_per_worker(8, 3), threads_per_worker(8, 3, 1)
+    (2, 1)
     """
     if cores < 1 or workers_on_host < 1:
         raise UsageError(f"need at least 1 core and 1 worker, got {cores} and {workers_on_host}")
-    return max(1, cores // workers_on_host)
+    return max(1, min(cores // workers_on_host, most or cores))
 
 
 def split(count: int, shares: Sequence[int]) -> tuple[int, ...]:

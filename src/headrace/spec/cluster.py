@@ -34,6 +34,7 @@ class Host:
         identities: UUIDs of `worker_devices`, or else of `accelerators`, where a name does not say which device it is:
             processes that each see a device of their own all call it "cuda:0". () where names do.
         watts: that it takes while all its devices train; 0 where it is not known.
+        threads: that each of its processes may have; 0 for any number.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Host:
     worker_devices: tuple[str, ...] = ()
     identities: tuple[str, ...] = ()
     watts: float = 0.0
+    threads: int = 0
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from headrace.engine.torchrun.engine import join_group
 from headrace.engine.torchrun.refusal import tell_uncaught
 from headrace.errors import UsageError
 from headrace.machine.identity import versions
-from headrace.machine.resources import cores
+from headrace.machine.resources import cores, most_threads
 from headrace.machine.versions import notice_of_torch
 from headrace.policies.roles import threads_per_worker
 from headrace.strategies.broadcast import broadcast
@@ -58,7 +58,7 @@ class Script:
             launched.close()
 
         atexit.register(leave)
-        torch.set_num_threads(threads_per_worker(cores(), launched.mates))
+        torch.set_num_threads(threads_per_worker(cores(), launched.mates, most_threads()))
         for line in notice_of_torch():
             self.meeting.say(line)
         if not encrypt and len(set(launched.hosts)) > 1:

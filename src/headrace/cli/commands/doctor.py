@@ -38,7 +38,7 @@ from headrace.errors import HeadraceError, UsageError
 from headrace.machine import disk
 from headrace.machine.accelerators import backend_version
 from headrace.machine.extras import extras, half_installed, installed, lacks, remedy, requirements
-from headrace.machine.resources import core_quota, cores, memory_limit_bytes, spare_memory_bytes
+from headrace.machine.resources import core_quota, cores, memory_limit_bytes, most_threads, spare_memory_bytes
 from headrace.machine.versions import TESTED_PYTHON, TESTED_TORCH, TORCH_REMEDY, minor_of, too_old, untested
 from headrace.report.format import byte_count
 from headrace.spec.cluster import Cluster
@@ -175,12 +175,9 @@ def _cores() -> Iterator[Check]:
     text = f"{allowed} usable of {os.cpu_count()}"
     if quota is not None and quota < allowed:
         text += f", limited to the time of {quota:.3g} by a control group"
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    by_name = threads.partition(",")[0].strip() == str(allowed) and allowed < (os.cpu_count() or 1)
+    if most := most_threads():
+        text += f", OMP_NUM_THREADS={most} for each process"
     remedy = "workers share one core: use strategy one_device, or give more cores"
-    if by_name:
-        text += f", limited by OMP_NUM_THREADS={threads}"
-        remedy = "unset OMP_NUM_THREADS: headrace gives each worker its threads"
     yield warning_if(min(allowed, quota or allowed) < 2, "cores", text, remedy)
 
 

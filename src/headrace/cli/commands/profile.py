@@ -22,7 +22,7 @@ from headrace.cli.options import (
     job_name,
 )
 from headrace.cli.output import Answer, cut, say, wrapped, writing
-from headrace.devices import AUTO
+from headrace.devices import AUTO, HOST
 from headrace.errors import UsageError
 from headrace.report.format import byte_count, clean, deviation, duration, fixed, percent, short
 from headrace.spec.plain import to_plain
@@ -245,7 +245,9 @@ def calibrate(
     answer: Answer,
     runs: Annotated[list[Path], argument("RUN_DIR", "Runs of the profile's job.")],
     model: Annotated[Path, option("--model FILE", "The profile, or a model's file.")],
-    cluster: Annotated[Path, option("--cluster FILE|NAME:N", "The machines that the runs had.")],
+    cluster: Annotated[
+        Path | None, option("--cluster FILE|NAME:N", "The machines of the runs, instead of this.")
+    ] = None,
     out: Annotated[Path | None, option("--out -o DIR", "Write model.json and cluster.toml as the runs say.")] = None,
     force: Annotated[bool, option("--force", "Use a profile of other versions or devices.")] = False,
 ) -> None:
@@ -255,11 +257,14 @@ def calibrate(
     constants of the other runs alone.
     """
     # Lazily: they import torch.
+    from headrace.machine.identity import detect
     from headrace.prediction.calibration import calibrate as fit
     from headrace.prediction.cloud import cluster_of
     from headrace.spec.model import ModelSpec
 
-    profiled, machines = ModelSpec.load(model), cluster_of(cluster)
+    profiled = ModelSpec.load(model)
+    kind = HOST if profiled.origin.get("device", HOST) == HOST else AUTO
+    machines = cluster_of(cluster) if cluster else detect(kind)
     calibration = fit(runs, profiled, machines, force=force)
     if out:
         with writing("the profile", out / "model.json", "--out"):

@@ -32,7 +32,7 @@ from headrace.engine.local.monitor import Monitor
 from headrace.errors import HeadraceError, PeerLost, UsageError
 from headrace.machine.identity import host_name
 from headrace.machine.limits import too_many_threads
-from headrace.machine.resources import cores
+from headrace.machine.resources import cores, most_threads
 from headrace.machine.temporary import temporary_folder
 from headrace.policies.roles import threads_per_worker
 from headrace.worker.run_spec import RunSpec, log_path
@@ -290,7 +290,7 @@ def _start_script(
             "script": str(path.absolute()),
             "arguments": list(arguments),
             "environment": {"RANK": str(rank), "LOCAL_RANK": str(rank), **launched, **_part_of_device(rank)},
-            "threads": threads_per_worker(cores(), len(logs)),
+            "threads": threads_per_worker(cores(), len(logs), most_threads()),
             "directory": os.getcwd(),
             "path": [str(path.absolute().parent), *sys.path],
             "log": str(log),

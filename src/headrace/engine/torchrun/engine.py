@@ -36,7 +36,7 @@ from headrace.engine.torchrun.refusal import begun
 from headrace.engine.torchrun.store import comes_back, gather, launched_store
 from headrace.errors import LeftBehind, PeerLost, UsageError
 from headrace.machine.identity import host_name
-from headrace.machine.resources import cores
+from headrace.machine.resources import cores, most_threads
 from headrace.policies.roles import threads_per_worker
 from headrace.policies.views import Member
 from headrace.shared_memory.control_page import ControlPage
@@ -63,7 +63,7 @@ class LaunchedEngine(Engine):
     def run(self, spec: RunSpec, progress: Callable[[RunProgress], None]) -> str:
         group = self.group
         _settle_interface(spec.plan)
-        torch.set_num_threads(self._threads or threads_per_worker(cores(), group.mates))
+        torch.set_num_threads(self._threads or threads_per_worker(cores(), group.mates, most_threads()))
         page = group.page
         # Another rank may take the place of rank 0.
         shows = followed(page, progress) if group.rank == 0 or spec.plan.min_workers else nullcontext()

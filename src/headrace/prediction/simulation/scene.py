@@ -164,7 +164,7 @@ class Scene:
             return 1.0
         workers = self.crowds[host.name]
         # More workers than cores take turns.
-        own = threads_per_worker(host.cores, workers) / max(1.0, workers / host.cores)
+        own = threads_per_worker(host.cores, workers, host.threads) / max(1.0, workers / host.cores)
         fewer = max(1.0, (self.model.compute.threads or host.cores) / own)
         return fewer * self.model.compute.among(workers)
 

@@ -27,6 +27,9 @@ _MOST_DEVICE_FLOPS = 1e16
 
 def read(path: Path | str) -> ModelSpec:
     """See `ModelSpec.load`."""
+    if Path(path).suffix == ".py":
+        remedy = f"measure it by headrace profile {path} -o model.json"
+        raise UsageError(f"{path} is a program, and does not say how long a step takes; {remedy}")
     written = Path(path).suffix == ".toml"
     document = read_toml(path, "a model's file") if written else read_json(path, "a model's file")
     try:
