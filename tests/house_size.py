@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 129_042
+LINES = 129_053
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_030
@@ -16,8 +16,8 @@ CLOSURES = {
     "strategies.one_device": 10_130,
     "strategies.mirrored": 11_330,
     "strategies.central_storage": 13_400,
-    "worker.main": 20_640,
-    "engine.local.process": 22_300,
+    "worker.main": 20_650,
+    "engine.local.process": 22_310,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_910,
     "api.fit": 33_750,
