@@ -25,8 +25,7 @@ class Host:
         address: by which other hosts reach it; "" where it is not given.
         price_per_hour: in the cluster's currency, the same for all hosts.
         device_memory_bytes: of each accelerator, of the largest where they differ; 0 where it is not known.
-        device_flops: floating-point operations a second that a device attains in training, not its peak; 0 where it is
-            not known, and a model's measured times count.
+        device_flops: operations a second that a device attains in training, not its peak; 0 where measured times count.
         bus_bytes_per_s: between two devices of the host, or two processes on its cores.
         speed: of its devices, relative to the one that the model was measured on.
         hours_between_failures: on average; 0 if it never fails.
@@ -79,8 +78,7 @@ class Cluster:
     Attributes:
         hosts: in the order of their first ranks.
         ranks: number of processes that a launcher has started (torchrun's WORLD_SIZE); None without a launcher.
-        device: where tensors live, a row of the device table; the first accelerator's, where workers' devices are named
-            one by one.
+        device: where tensors live, a row of the device table; the first accelerator's, where each worker's is named.
         link_bytes_per_s: bandwidth between two hosts that no link names; 1 Gbit/s is an assumption.
         link_latency_s: latency between them; 0 where it is not known.
         links: between hosts, as measured or as said.
