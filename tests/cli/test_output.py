@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from headrace import errors as tree
-from headrace.cli import main
+from headrace.cli import main, run
 from headrace.cli.output import (
     ExitCode,
     answering,
@@ -322,3 +322,25 @@ def test_frames_of_a_library_are_no_user_code(file: str) -> None:
     assert frames is not None
     # Without the frame of this test, which is user code.
     assert user_traceback(error.with_traceback(frames.tb_next)) == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "plan {}", "profile {} -o x.json", "verify {} --workers 2", "recommend {} --cluster {}",
+        "simulate {} --cluster {}", "compare {} --strategies one_device,mirrored", "train {}", "rehearse {}", "evaluate {}",
+    ],
+)  # fmt: skip
+def test_a_terminal_is_told_what_begins_before_anything_is_read(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    command = words.replace("{}", str(tmp_path / "missing.py")).split()
+    assert run(command) == ExitCode.USAGE
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("headrace: ")
+    assert first.endswith(" ...")
+    assert "missing.py" in last or "see:" in last
+    if command[0] != "train":
+        run([*command, "--json"])
+        assert not capsys.readouterr().err.startswith("headrace: ")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from headrace.cli.output import answering
+from headrace.cli.output import answering, say_at_once
 
 
 def argument(metavar: str, help: str) -> Any:
@@ -43,10 +43,11 @@ def help_option(examples: str) -> Any:
     return option("--help -h", "Show this message and exit.", is_eager=True, callback=show)
 
 
-def command(examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def command(examples: str, doing: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a command of a function: it has the function's parameters but `answer`, and --json and --help.
 
-    The function is called in `answering`, with the `Answer` as its first argument.
+    The function is called in `answering`, with the `Answer` as its first argument. Someone at a terminal is told what
+    it is `doing` before it imports torch.
     """
 
     def declare(body: Callable[..., None]) -> Callable[..., None]:
@@ -59,6 +60,8 @@ def command(examples: str) -> Callable[[Callable[..., None]], Callable[..., None
         def run(as_json: bool, show_help: bool, **values: Any) -> None:
             given = {options[name]: value not in (taken[name].default, []) for name, value in values.items()}
             with answering(as_json, given) as answer:
+                if doing and not as_json:
+                    say_at_once(doing)
                 body(answer, **values)
 
         parameters = [

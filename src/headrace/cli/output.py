@@ -247,10 +247,10 @@ def say(line: str) -> None:
     typer.echo(line, err=True)
 
 
-def say_at_once(strategy: str, workers: int | None, path: Path) -> None:
+def say_at_once(doing: str) -> None:
     """Tells someone at a terminal what begins, before torch is imported."""
     if sys.stderr.isatty():
-        say(f"headrace: starting {strategy}{f' with {workers} workers' if workers else ''}: {path} ...")
+        say(f"headrace: {doing} ...")
 
 
 def wrapped(text: str, first: str = "", later: str = "") -> list[str]:

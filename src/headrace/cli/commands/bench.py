@@ -33,7 +33,7 @@ _EXAMPLES = """
 """
 
 
-@command(_EXAMPLES)
+@command(_EXAMPLES, "measuring this machine")
 def bench(
     answer: Answer,
     path: Annotated[Path | None, argument("JOB.py", "A job, to say whether a GPU would help it.")] = None,

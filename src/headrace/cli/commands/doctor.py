@@ -293,7 +293,7 @@ def _job(path: Path, settings: Sequence[str]) -> Iterator[Check]:
         yield warning("job", what, finding.remedy)
 
 
-@command(_EXAMPLES)
+@command(_EXAMPLES, "looking at this machine")
 def doctor(
     answer: Answer,
     path: Annotated[

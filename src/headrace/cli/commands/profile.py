@@ -57,7 +57,7 @@ GoalOption = Annotated[
 _NAME_WIDTH, _MOST_LAYERS = 32, 10
 
 
-@command(_EXAMPLES)
+@command(_EXAMPLES, "measuring the job")
 def profile(
     answer: Answer,
     path: JobFile,
@@ -132,7 +132,7 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
-@command(_PLANS)
+@command(_PLANS, "planning the job's memory")
 def plan(
     answer: Answer,
     path: JobFile,
@@ -240,7 +240,7 @@ _CALIBRATE_EXAMPLES = """
 """
 
 
-@command(_CALIBRATE_EXAMPLES)
+@command(_CALIBRATE_EXAMPLES, "comparing runs with predictions")
 def calibrate(
     answer: Answer,
     runs: Annotated[list[Path], argument("RUN_DIR", "Runs of the profile's job.")],

@@ -79,7 +79,7 @@ AnyUpdatesOption = Annotated[
 ]
 
 
-@command(_EXAMPLES)
+@command(_EXAMPLES, "trying strategies")
 def recommend(
     answer: Answer,
     model: ModelOrJob,

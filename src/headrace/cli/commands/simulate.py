@@ -69,7 +69,7 @@ AssumeOption = Annotated[
 ]
 
 
-@command(_EXAMPLES)
+@command(_EXAMPLES, "simulating")
 def simulate(
     answer: Answer,
     model: Annotated[Path, argument("MODEL", "A model's file: a profile (.json), or written by hand (.toml).")],
@@ -104,7 +104,7 @@ def simulate(
     answer.give(prediction_plain(prediction), _text(prediction, run_dir))
 
 
-@command(_REHEARSALS)
+@command(_REHEARSALS, "rehearsing the job")
 def rehearse(
     answer: Answer,
     path: JobFile,

@@ -116,7 +116,7 @@ def train(
     verbose: _VerboseOption = False,
 ) -> None:
     """Train the job of a file under one strategy."""
-    say_at_once(strategy, workers, path)
+    say_at_once(f"starting {strategy}{f' with {workers} workers' if workers else ''}: {path}")
     strategy = _check(["parameter_server" if servers and strategy == "one_device" else strategy], path, tensorboard)
     ray = ray_engine(cluster, secret_file, runtime_env, resources, placement)
     saved = checkpoints_of(checkpoint_every, keep, snapshots_every, copy_to)
@@ -227,7 +227,7 @@ def _going(resume: bool, if_saved: bool, resume_from: str | None, run_dir: Path 
     return "if_saved" if if_saved else resume
 
 
-@command(_COMPARE_EXAMPLES)
+@command(_COMPARE_EXAMPLES, "comparing strategies")
 def compare(
     answer: Answer,
     path: JobFile,

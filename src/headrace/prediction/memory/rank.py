@@ -200,12 +200,17 @@ class HollowRank:
 
 @contextmanager
 def _collecting_never() -> Iterator[None]:
-    """Leaves cycles of references as they are, so that a plan has what a worker holds at most between collections."""
+    """Leaves cycles of references as they are, so that a plan has what a worker holds at most between collections.
+
+    What was there before is not looked at by the collections that a plan asks for.
+    """
     collects = gc.isenabled()
     gc.disable()
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         if collects:
             gc.enable()
 

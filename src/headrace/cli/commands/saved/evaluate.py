@@ -20,7 +20,7 @@ _EXAMPLES = """
 _ONE = re.compile(r"step-([0-9]{8,18})")
 
 
-@command(_EXAMPLES)
+@command(_EXAMPLES, "evaluating the model")
 def evaluate(
     answer: Answer,
     path: Annotated[Path, argument("PATH", "The directory of a run, or one checkpoint of it.")],

@@ -72,7 +72,7 @@ _ServerOption = Annotated[
 ]
 
 
-@command(_EXAMPLES)
+@command(_EXAMPLES, "exporting the model")
 def export(
     answer: Answer,
     run: Annotated[Path, argument("RUN", "The directory of a run.")],

@@ -26,7 +26,7 @@ _EXAMPLES = """
 _LINES, _ARRAYS = ".jsonl", ".npz"
 
 
-@command(_EXAMPLES)
+@command(_EXAMPLES, "predicting")
 def predict(
     answer: Answer,
     run: Annotated[Path, argument("RUN", "The directory of a run, or a folder that `export` has written.")],

@@ -52,7 +52,7 @@ _Drain = Annotated[
 ]
 
 
-@command(_EXAMPLES)
+@command(_EXAMPLES, "loading the model")
 def serve(
     answer: Answer,
     models: _Models,

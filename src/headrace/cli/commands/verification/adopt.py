@@ -48,7 +48,7 @@ _PARALLEL = {
 _OURS = {"hr.setup", "hr.fit", "hr.launch", "headrace.setup", "headrace.fit", "headrace.launch"}
 
 
-@command(_EXAMPLES)
+@command(_EXAMPLES, "reading the script")
 def adopt(
     answer: Answer,
     script: Annotated[Path, argument("SCRIPT.py", "A training script for one device.")],

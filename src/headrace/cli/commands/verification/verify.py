@@ -48,7 +48,7 @@ _FileArgument = Annotated[
 ]
 
 
-@command(_EXAMPLES)
+@command(_EXAMPLES, "verifying the job")
 def verify(
     answer: Answer,
     path: _FileArgument,
