@@ -328,7 +328,8 @@ def test_frames_of_a_library_are_no_user_code(file: str) -> None:
     "words",
     [
         "plan {}", "profile {} -o x.json", "verify {} --workers 2", "recommend {} --cluster {}",
-        "simulate {} --cluster {}", "compare {} --strategies one_device,mirrored", "train {}", "rehearse {}", "evaluate {}",
+        "simulate {} --cluster {}", "compare {} --strategies one_device,mirrored", "train {}", "rehearse {}",
+        "evaluate {}",
     ],
 )  # fmt: skip
 def test_a_terminal_is_told_what_begins_before_anything_is_read(
