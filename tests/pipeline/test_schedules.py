@@ -13,9 +13,8 @@ import pytest
 
 from headrace.errors import UsageError
 from headrace.pipeline.schedules import SCHEDULES
-from headrace.pipeline.schedules.queues import queue_lengths
 from headrace.pipeline.schedules.schedule import Action, PassKind, PipelineSchedule, bubble, draw, in_flight, timed
-from headrace.pipeline.schedules.transfers import check_schedule
+from headrace.pipeline.schedules.transfers import check_schedule, queue_lengths
 from pipeline.shapes import chunks_of
 
 CASES = [

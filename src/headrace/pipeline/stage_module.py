@@ -11,8 +11,8 @@ from torch import nn
 from headrace.errors import UsageError
 from headrace.modules import replace_tensors, stateful_modules, without_data
 from headrace.pipeline.channels import Channels, Edge
-from headrace.pipeline.schedules.queues import queue_lengths
 from headrace.pipeline.schedules.schedule import PipelineSchedule
+from headrace.pipeline.schedules.transfers import queue_lengths
 from headrace.pipeline.stage import Stage
 
 

@@ -8,9 +8,8 @@ from itertools import product
 
 import headrace as hr
 from headrace import registry
-from headrace.pipeline.schedules.queues import queue_lengths
 from headrace.pipeline.schedules.schedule import PipelineSchedule, draw, in_flight, timed
-from headrace.pipeline.schedules.transfers import check_schedule
+from headrace.pipeline.schedules.transfers import check_schedule, queue_lengths
 from headrace.testing.jobs import BATCH, SGD, Case, deep
 from headrace.testing.references import distance, one_device, outcome_of
 

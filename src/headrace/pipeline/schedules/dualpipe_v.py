@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace.pipeline.schedules.v_shape import VShape
+from headrace.pipeline.schedules.families import VShape
 
 
 class DualPipeV(VShape):

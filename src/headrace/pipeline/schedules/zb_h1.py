@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace.pipeline.schedules.late_weights import with_late_weights
+from headrace.pipeline.schedules.families import with_late_weights
 from headrace.pipeline.schedules.schedule import Action, PipelineSchedule
 
 

@@ -1,4 +1,4 @@
-"""Schedules in which each rank has two stages, the model's first rank also its last: a V."""
+"""What several schedules have in common: a V of stages, and weights' gradients that are made late."""
 
 from __future__ import annotations
 
@@ -51,3 +51,24 @@ class VShape(PipelineSchedule):
                     waiting.append(Action(stage, index, PassKind.BACKWARD_WEIGHT))
             if action.micro_batch < self.micro_batches:
                 yield action
+
+
+def with_late_weights(schedule: PipelineSchedule, rank: int, ahead: int, late: int) -> Iterator[Action]:
+    """Yields a rank's passes of 1F1B whose weights' gradients are made later than the inputs': of ZB-H1 and ZB-H2.
+
+    Args:
+        ahead: forward passes before the first backward, if there are so many micro-batches.
+        late: by so many micro-batches a weight pass comes after the pass of the input's gradient.
+    """
+    count = schedule.micro_batches
+    ahead = min(ahead, count)
+    for micro_batch in range(ahead):
+        yield Action(rank, micro_batch)
+    for micro_batch in range(count):
+        if micro_batch + ahead < count:
+            yield Action(rank, micro_batch + ahead)
+        yield Action(rank, micro_batch, PassKind.BACKWARD_INPUT)
+        if micro_batch >= late:
+            yield Action(rank, micro_batch - late, PassKind.BACKWARD_WEIGHT)
+    for micro_batch in range(max(0, count - late), count):
+        yield Action(rank, micro_batch, PassKind.BACKWARD_WEIGHT)
