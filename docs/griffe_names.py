@@ -1,4 +1,4 @@
-"""What griffe, which reads docstrings for the site, has to be told: `a, b: text` in Attributes is about two."""
+"""What griffe, which reads docstrings for the site, has to be told: `a, b: text` in Attributes or Args is about two."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import griffe
 
-_SECTION = re.compile(r"(?<=^Attributes:\n)(?: {4}.*\n?|\n(?= {4}))+", re.MULTILINE)
-_SEVERAL = re.compile(r"^ {4}(\w+(?:, \w+)+):(.*\n?(?: {5,}.*\n?)*)", re.MULTILINE)
+_SECTION = re.compile(r"(?:(?<=^Attributes:\n)|(?<=^Args:\n))(?: {4}.*\n?|\n(?= {4}))+", re.MULTILINE)
+_SEVERAL = re.compile(r"^ {4}(\w+(?:,\s+\w+)+):(.*\n?(?: {5,}.*\n?)*)", re.MULTILINE)
 
 
 class NamesApart(griffe.Extension):
@@ -21,4 +21,4 @@ class NamesApart(griffe.Extension):
 
 def _apart(entry: re.Match[str]) -> str:
     text = entry[2].rstrip("\n") + "\n"
-    return "".join(f"    {name}:{text}" for name in entry[1].split(", "))
+    return "".join(f"    {name}:{text}" for name in re.split(r",\s+", entry[1]))
