@@ -3,6 +3,7 @@
     HeadraceError
     ├── UsageError                an invalid request: exit code 2
     │   ├── UnknownName           a strategy, option or key that does not exist, with a suggestion
+    │   ├── NoStandardInput       a program reads standard input in a process that has none
     │   ├── CheckpointMismatch    a checkpoint of another job, with what differs
     │   ├── JobError              a job that cannot be loaded, built or sent
     │   └── InfeasiblePlan        a cluster that cannot hold the plan, with the numbers

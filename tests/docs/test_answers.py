@@ -55,6 +55,16 @@ def test_a_page_and_its_twin_show_the_same(name: str) -> None:
         assert _DEEPER.search(text)
 
 
+@pytest.mark.parametrize("folder", [ENGLISH, SPANISH], ids=["en", "es"])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_answer_comes_first_then_its_picture_then_how_to_measure_it(name: str, folder: Path) -> None:
+    text = (folder / f"{name}.md").read_text(encoding="utf-8")
+    picture, folded, end = (text.index(words) for words in ("\n![", "\n<details markdown>\n", "\n</details>\n"))
+    assert len(text[:picture].split()) > 20
+    assert picture < folded
+    assert "```" not in text[:folded] + text[end:]
+
+
 @pytest.mark.parametrize("name", [*NAMES, "index"])
 def test_the_figures_in_the_text_of_a_page_and_its_twin_are_the_same(name: str) -> None:
     spanish = figures(SPANISH / f"{name}.md").translate(str.maketrans(".,", ",."))
@@ -72,6 +82,17 @@ def test_the_index_has_every_question_as_its_page_asks_it(folder: Path) -> None:
     index = (folder / "index.md").read_text(encoding="utf-8")
     titles = {name: (folder / f"{name}.md").read_text(encoding="utf-8").splitlines()[0][2:] for name in NAMES}
     assert [name for name, title in titles.items() if f"- [{title}]({name}.md)" not in index] == []
+
+
+def test_each_of_twenty_questions_leads_to_the_answer_that_measures_it() -> None:
+    asked = []
+    for folder in (ENGLISH.parent, SPANISH.parent):
+        text = (folder / "quiz.md").read_text(encoding="utf-8")
+        found = re.findall(r"<summary>(\d+)\. .+\?</summary>\n\n.+\n?\[.+\]\(answers/(.+)\.md\)\n\n</details>", text)
+        assert [int(number) for number, _ in found] == list(range(1, 21))
+        asked.append([name for _, name in found])
+    assert asked[0] == asked[1]
+    assert set(asked[0]) <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import importlib
@@ -245,10 +246,45 @@ def test_the_pictures_are_what_the_scripts_draw(tmp_path: Path) -> None:
             assert (tmp_path / file).read_text() == (DOCS / "images" / file).read_text()
 
 
-def test_every_error_has_a_row_with_its_exit_code() -> None:
+def test_the_table_of_errors_is_the_tree_of_the_code() -> None:
     shown = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
-    rows = {name: int(code) for name, code in re.findall(r"^\| `(\w+)` \| (\d) \|", shown, re.MULTILINE)}
-    assert rows == {name: getattr(errors, name).exit_code for name in errors.__all__ if name != "HeadraceError"}
+    rows = re.findall(r"^\| `(\w+)` \| (\d) \| (.+) \|$", shown, re.MULTILINE)
+    tree = re.findall(r"^[ │├└─]+── (\w+) +(.+)$", errors.__doc__ or "", re.MULTILINE)
+    codes = {name: getattr(errors, name).exit_code for name in errors.__all__ if name != "HeadraceError"}
+    assert sorted(name for name, _ in tree) == sorted(codes)
+    told = [(name, re.search(r": exit code (\d)$", text), re.sub(r": exit code \d$", "", text)) for name, text in tree]
+    assert [(name, int(code[1]), codes[name]) for name, code, _ in told if code and int(code[1]) != codes[name]] == []
+    assert rows == [(name, str(codes[name]), text) for name, _, text in told]
+
+
+@functools.cache
+def texts_of_the_code() -> list[str]:
+    """Returns the texts of src/headrace, without docstrings; what a text is formatted with is a NUL."""
+    found = []
+    for file in (ROOT / "src" / "headrace").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        left_out = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(it.value) if isinstance(it, ast.Constant) else "\0" for it in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in left_out:
+                found.append(node.value)
+    return found
+
+
+def said(quoted: str) -> bool:
+    """Whether a text of the code has these words, where each `...` stands for what it is formatted with, or more."""
+    words = re.compile(".*\0.*".join(re.escape(part.strip()) for part in quoted.split("...")), re.DOTALL)
+    return any(words.search(text) for text in texts_of_the_code())
+
+
+def test_what_the_page_says_that_errors_say_is_what_they_say() -> None:
+    shown = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    table = shown.partition("| it says |")[2].partition("\n\n")[0]
+    quoted = [row.split(" | ")[0].removeprefix("| ") for row in table.splitlines()[2:]]
+    assert len(quoted) > 20
+    assert [words for words in quoted if not said(words)] == []
+    assert not said("the loss is ... on worker ...")
 
 
 def test_names_of_other_systems_stand_where_a_search_finds_them() -> None:

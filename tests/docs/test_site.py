@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import html
 import importlib
+import json
 import re
 import subprocess
 import sys
+import threading
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,6 +23,27 @@ from watch.axe import faults
 from watch.browser import CHROMIUM, browser
 
 GROUPS = ("accelerate", "data", "metrics", "tasks")
+SEARCHED = {
+    "MirroredStrategy": "coming-from",
+    "ParameterServerStrategy": "answers/what-is-each-part-of-tensorflow-here",
+    "zero": "coming-from",
+    "fsdp": "coming-from",
+    "ddp": "coming-from",
+    "no_sync": "coming-from",
+    "Lightning": "coming-from",
+    "Horovod": "coming-from",
+    "deepspeed": "coming-from",
+    "FAQ": "answers/index",
+    "out of memory": "troubleshooting",
+    "NCCL timeout": "troubleshooting",
+    "early stopping": "cookbook",
+    "trabajador": "es/answers/device-worker-replica",
+    "variable reflejada": "es/answers/why-mirrored-variables-stay-equal",
+    "canalización": "es/answers/what-micro-batches-do",
+}
+"""What people search for, and a page that is right for it."""
+ROOTS = "[...document.querySelectorAll('*')].map((it) => it.shadowRoot).filter(Boolean)"
+LINKS = f"{ROOTS}.flatMap((root) => [...root.querySelectorAll('a')].map((link) => link.href))"
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +130,7 @@ def test_a_page_is_in_its_language(site: Path) -> None:
 def test_tasks_are_found_within_three_clicks(site: Path) -> None:
     shown = (ROOT / "docs" / "find.md").read_text(encoding="utf-8")
     rows = [row for row in shown.splitlines() if row.startswith("| ") and "](" in row]
-    assert len(rows) > 20
+    assert len(rows) >= 40
     for row in rows:
         # Several pages have a comma or "or" between them; "›" is before what is clicked next.
         for way in re.split(r", (?:or )?(?=\[)", row.split("|")[2]):
@@ -117,6 +142,41 @@ def test_tasks_are_found_within_three_clicks(site: Path) -> None:
                 assert leads_to in here.links, (row, target)
                 here = Page.at(leads_to[0])
                 assert not anchor or anchor in here.ids, (row, target)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.every
+@pytest.mark.parametrize("words", SEARCHED)
+def test_what_people_search_for_is_found(words: str, site: Path) -> None:
+    front = "es/" if SEARCHED[words].startswith("es/") else ""
+    index = json.loads((site / front / "search.json").read_text(encoding="utf-8"))
+    assert index["config"]["lang"] == [front.strip("/") or "en"]
+    split = re.compile(index["config"]["separator"])
+    sought = {part.lower() for part in split.split(words)}
+    found = set()
+    for item in index["items"]:
+        text = html.unescape(re.sub(r"<[^>]+>", " ", f"{item['title']} {item['text']}"))
+        if sought <= {part.lower() for part in split.split(text)}:
+            found.add(front + item["location"].partition(".html")[0])
+    assert SEARCHED[words] in found
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_the_search_of_a_page_is_in_its_language(site: Path, tmp_path: Path) -> None:
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, browser(tmp_path) as tab:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for page, words in (("index", "NCCL timeout"), ("es/quiz", "trabajador")):
+            tab.open(f"http://127.0.0.1:{server.server_port}/{page}.html")
+            tab.value("document.querySelector('.md-search__button').click()")
+            tab.until(f"{ROOTS}.some((root) => root.activeElement)")
+            tab.call("Input.insertText", text=words)
+            found = tab.until(f"((found) => found.length && found)({LINKS})")
+            assert {"/es/" in link for link in found} == {page.startswith("es/")}
+        server.shutdown()
 
 
 class Page(HTMLParser):

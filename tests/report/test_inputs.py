@@ -26,6 +26,8 @@ from headrace.report.views.page import write_page
 from headrace.report.views.subjects import BOTTLENECK, INPUT
 from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_rows, run_table
 from headrace.spec.events import Event, InputStageStats, InputStats
+from headrace.strategies.mirrored import Mirrored
+from headrace.strategies.resolving import resolve
 
 
 def fed(rank: int, time_s: float, batches: int, parallel: str = "threads") -> InputStats:
@@ -221,6 +223,8 @@ def test_a_worker_that_computes_longer_is_a_straggler() -> None:
     bottleneck = found(*((step(0.0, compute, 1 - compute), reader_of()) for compute in (0.3, 0.9, 0.3)))
     assert (bottleneck.kind, bottleneck.stage, bottleneck.rank) == ("STRAGGLER", None, 1)
     assert "rank 1 computes 3.00 × as long as the others" in bottleneck.because
+    named = bottleneck.remedy.rpartition(": ")[2]
+    assert resolve(named, 3) == Mirrored(workers=3, balance="speed")
 
 
 def test_the_exchange() -> None:

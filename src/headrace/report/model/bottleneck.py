@@ -147,7 +147,7 @@ def _straggler(times: Mapping[int, StepTimes], slow: int, lag: float, started: R
     because = f"rank {slow} computes {longer}, who wait for it"
     if shared := shared_cores(started):
         return Bottleneck("STRAGGLER", None, slow, lag, f"{because}; {shared}", fewer_workers(started))
-    remedy = 'look at what else runs on its machine, or give it a smaller share of each batch: balance="measured"'
+    remedy = 'look at what else runs on its machine, or give it smaller shares of batches: mirrored(balance="speed")'
     return Bottleneck("STRAGGLER", None, slow, lag, because, remedy)
 
 
