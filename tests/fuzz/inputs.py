@@ -202,7 +202,7 @@ def read_requests(data: bytes) -> None:
     length, kind, body = int.from_bytes(data[:2], "little"), data[2:3], data[3:]
     forms = _FORMS[:1] if kind < b"\x40" else _FORMS
     with suppress(RequestError):
-        request = read_request(body, str(length) if length else None, forms, _FORMS[1:])
+        request = read_request(body, str(length) if length else None, forms, _FORMS[1:], {})
         assert [each.shape[1:] for each in request.inputs.values()] == [form.shape[1:] for form in forms]
     with suppress(RequestError):
         inputs, _ = read_predict(body, forms)

@@ -54,11 +54,16 @@ def fitting(form: TensorForm, values: Any) -> Array:
 def shaped(form: TensorForm, array: Array) -> Array:
     """Returns an array in the shape of the form; raises DataError where it has another."""
     for candidate in (array, array[np.newaxis]):
-        if candidate.ndim == len(form.shape) and all(
-            wanted in (-1, length) for wanted, length in zip(form.shape, candidate.shape, strict=True)
-        ):
+        if fits(form, candidate.shape):
             return candidate
     raise DataError(f"expected {form_text(form)}, got the shape {array.shape}")
+
+
+def fits(form: TensorForm, shape: Sequence[int]) -> bool:
+    """Returns whether a shape is one of the form."""
+    return len(shape) == len(form.shape) and all(
+        wanted in (-1, length) for wanted, length in zip(form.shape, shape, strict=True)
+    )
 
 
 def typed(form: TensorForm, values: Any) -> Array:

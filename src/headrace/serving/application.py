@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -36,6 +36,7 @@ from headrace.serving.protocols.http import (
 )
 from headrace.serving.protocols.open_inference import (
     JSON_LENGTH,
+    RequestHead,
     model_metadata,
     read_request,
     server_metadata,
@@ -56,6 +57,7 @@ _TURN_S = 0.25
 _A_SECOND, _AT_ONCE, _MOST_S = 500, 64, 4.0
 """Refusals that leave in a second and that leave together after a pause, and the longest that one is held back."""
 
+_INTERNAL = RequestError(500, "internal error; the log of the server has it")
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 _PREDICT = re.compile(r"/v1/models/([^/:]+)(?:/versions/([^/:]+))?:predict")
 
@@ -87,6 +89,7 @@ class PredictionServer:
         self.draining = False
         self.state: HealthState | None = None
         self._loaded = False
+        self._heads: WeakKeyDictionary[LoadedVersion, dict[bytes, RequestHead]] = WeakKeyDictionary()
         self._counters: dict[tuple[str, int, int], Any] = {}
         self._version = installed_version("headrace")
         self._refusals = Refusals()
@@ -95,7 +98,6 @@ class PredictionServer:
         )
         self._predictions = ((_INFER, infer), (_PREDICT, tensorflow))
         self._health = {LIVE: _Endpoint(self._live), READY: _Endpoint(self._ready)}
-        self._guarded = ServerErrorMiddleware(self._dispatch, handler=_internal_error)
         self._app = Starlette(
             routes=self._routes(infer, tensorflow),
             lifespan=self._lifespan,
@@ -107,7 +109,7 @@ class PredictionServer:
         if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
             await error_reply(refusal).send(send)
             return
-        await self._guarded(scope, receive, send)
+        await (self._direct(scope) or self._app)(scope, receive, send)
 
     def note(self) -> None:
         """Tells the process that answers probes, if there is one, that the event loop turns, and what it may answer."""
@@ -120,19 +122,17 @@ class PredictionServer:
             await self.catalog.load()
             self._loaded = True
 
-    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Leads predictions and health straight to their answers, past the list of all routes."""
+    def _direct(self, scope: Scope) -> _Endpoint | None:
+        """Returns what answers predictions and health, past the list of all routes and what stands before it."""
         if scope["type"] == "http":
             if scope["method"] == "POST":
                 for pattern, endpoint in self._predictions:
                     if names := pattern.fullmatch(scope["path"]):
                         scope["path_params"] = {"model": names[1], "version": names[2]}
-                        await endpoint(scope, receive, send)
-                        return
-            elif scope["method"] == "GET" and (health := self._health.get(scope["path"])) is not None:
-                await health(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+                        return endpoint
+            elif scope["method"] == "GET":
+                return self._health.get(scope["path"])
+        return None
 
     def _routes(self, infer: _Endpoint, tensorflow: _Endpoint) -> list[Route]:
         """Returns all addresses; those of predictions and health for the answers to other methods alone."""
@@ -224,7 +224,8 @@ class PredictionServer:
 
     async def _infer(self, version: LoadedVersion, scope: Scope, body: bytes) -> HttpAnswer:
         facts = version.facts
-        request = read_request(body, header(scope, JSON_LENGTH), facts.inputs, facts.outputs)
+        known = self._heads.setdefault(version, {})
+        request = read_request(body, header(scope, JSON_LENGTH), facts.inputs, facts.outputs, known)
         return write_reply(version, request, await version.predict(request.inputs))
 
     async def _tensorflow(self, version: LoadedVersion, scope: Scope, body: bytes) -> HttpAnswer:
@@ -316,6 +317,9 @@ class _Endpoint:
                 counted = len(reply.body)
         except RequestError as error:
             reply = error_reply(error)
+        except Exception:
+            await error_reply(_INTERNAL).send(send)
+            raise
         try:
             await reply.send(send)
         finally:
@@ -371,5 +375,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     """Answers for a defect: its traceback stands in the log alone."""
-    reply = error_reply(RequestError(500, "internal error; the log of the server has it"))
+    reply = error_reply(_INTERNAL)
     return Response(reply.body, 500, media_type="application/json")

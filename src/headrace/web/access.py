@@ -9,6 +9,8 @@ from pathlib import Path
 
 from headrace.errors import UnfitMachine, UsageError
 
+WHOLE = "headrace.whole"
+"""In the scope of a request whose body has come to its end."""
 _LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import resource
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 from headrace.internals import HttpToolsProtocol
+from headrace.web.access import WHOLE
 
 MOST_HEAD_BYTES = 64 << 10
 """Of a request besides its body: address, headers, trailers. One read of a socket, 256 KiB at most, may come on top."""
@@ -19,6 +20,46 @@ UNREAD_S = 30.0
 """How long a client may leave an answer unread that waits to be sent."""
 _SPARE = 64
 """Descriptors that are not for connections."""
+_TOGETHER = 16 << 10
+"""Bytes of one turn of the event loop that wait for its end."""
+
+
+class GatheredWrites:
+    """A transport whose small writes of one turn of the event loop are one write: the head of an answer, and its body.
+
+    Each write is a call of the system, which takes as long as the reading of a request.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._parts: list[bytes] = []
+        self._bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Sends at the end of this turn, or now where that is much."""
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+        self._bytes += len(data)
+        if self._bytes > _TOGETHER:
+            self._flush()
+
+    def close(self) -> None:
+        """Sends what waits, then closes."""
+        self._flush()
+        self._transport.close()
+
+    def get_write_buffer_size(self) -> int:
+        """Returns how many bytes wait."""
+        return self._bytes + self._transport.get_write_buffer_size()
+
+    def _flush(self) -> None:
+        parts, self._parts, self._bytes = self._parts, [], 0
+        if parts:
+            self._transport.write(parts[0] if len(parts) == 1 else b"".join(parts))
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -33,7 +74,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Counts the connection; if there are too many, those that have waited longest for a request end."""
-        super().connection_made(transport)
+        super().connection_made(GatheredWrites(transport, self.loop))  # type: ignore[arg-type]
         self._wait_for_request()
         if len(self.connections) > _most_connections():
             self._make_room()
@@ -72,6 +113,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Ends a request."""
+        cast(dict[str, Any], self.scope)[WHOLE] = True
         super().on_message_complete()
         self._bytes = 0
 

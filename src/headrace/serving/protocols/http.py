@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
 from headrace.serving.settings import RequestError
+from headrace.web.access import WHOLE
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -20,6 +22,7 @@ _MOST_JSON_BYTES = 4 << 20
 _MOST_CONTAINERS = 1 << 17
 """Lists, objects and texts: each takes 20 times the memory of its two characters."""
 _READ_S = 30.0
+_UNTIMED = nullcontext()
 _PART_BYTES = 256 << 10
 _DROPPED = 4
 """Of a body that is too large, so many times the limit is read and forgotten before the connection is closed."""
@@ -105,7 +108,8 @@ async def read_body(scope: Scope, receive: Receive, budget: BodyBudget) -> bytes
     parts: list[bytes] = []
     count = 0
     try:
-        async with asyncio.timeout(_READ_S):
+        # A body that is there already needs no timer, which takes a tenth of what a request does.
+        async with _UNTIMED if scope.get(WHOLE) else asyncio.timeout(_READ_S):
             if is_larger:
                 await _drop(receive, _DROPPED * budget.most_one)
                 raise _too_large(budget)

@@ -6,7 +6,7 @@ https://github.com/kserve/open-inference-protocol, and Triton's extension_binary
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import orjson
 
 from headrace.errors import DataError
 from headrace.export.signature import TensorForm
-from headrace.export.tensors import Array, check_names, form_text, numpy_type, shaped, typed
+from headrace.export.tensors import Array, check_names, fits, form_text, numpy_type, typed
 from headrace.serving.catalog import LoadedVersion, ServedModel
 from headrace.serving.protocols.http import HttpAnswer, expect, is_number, parse_json, require
 from headrace.serving.settings import RequestError
@@ -23,6 +23,8 @@ from headrace.serving.settings import RequestError
 _MOST_ELEMENTS = 1 << 40
 """No body holds so many, and numpy makes no array of more than 2**63 bytes, even of one without an element."""
 JSON_LENGTH = b"inference-header-content-length"
+_KEPT, _KEPT_BYTES = 64, 1 << 10
+"""Heads of a version's requests that are remembered, and how long one is at most."""
 _DATATYPES = {
     "bool": "BOOL",
     **{f"{sign}int{bits}": f"{sign.upper()}INT{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
@@ -43,6 +45,59 @@ class InferenceRequest:
     inputs: dict[str, Array]
     id: str | None
     outputs: Sequence[tuple[str, bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class BinaryInput:
+    """An input as binary data.
+
+    Attributes:
+        form: of the model's input.
+        dtype, shape: of the array, whose numbers are little-endian.
+        begin: where it begins in the request's binary data, in bytes.
+        count: its elements.
+    """
+
+    form: TensorForm
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    begin: int
+    count: int
+
+    def read(self, binary: memoryview) -> Array:
+        """Returns the array, whose memory is the request's."""
+        array: Array = np.frombuffer(binary, self.dtype, self.count, self.begin).reshape(self.shape)
+        # Bytes that are neither 0 nor 1 are no values of this type.
+        if self.dtype.kind == "b" and (array.view(np.uint8) > 1).any():
+            raise RequestError(400, f"input {self.form.name}: bytes of BOOL are 0 or 1")
+        return array
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """What the JSON text of a request says; a client's requests differ in their binary data alone.
+
+    Attributes:
+        inputs: blocks of the binary data, or values of the text itself, in the order of the signature.
+        binary_bytes: after the text.
+        id, outputs: as of `InferenceRequest`.
+    """
+
+    inputs: Mapping[str, BinaryInput | Array]
+    binary_bytes: int
+    id: str | None
+    outputs: Sequence[tuple[str, bool]]
+
+    def request(self, binary: memoryview) -> InferenceRequest:
+        """Returns the request with its binary data."""
+        if len(binary) != self.binary_bytes:
+            raise RequestError(
+                400, f"{len(binary)} bytes of binary data, the inputs' binary_data_size add up to {self.binary_bytes}"
+            )
+        arrays = {
+            name: given.read(binary) if isinstance(given, BinaryInput) else given for name, given in self.inputs.items()
+        }
+        return InferenceRequest(arrays, self.id, self.outputs)
 
 
 def datatype(form: TensorForm) -> str:
@@ -68,13 +123,18 @@ def model_metadata(model: ServedModel, version: LoadedVersion) -> dict[str, Any]
 
 
 def read_request(
-    body: bytes, json_length: str | None, forms: Sequence[TensorForm], outputs: Sequence[TensorForm]
+    body: bytes,
+    json_length: str | None,
+    forms: Sequence[TensorForm],
+    outputs: Sequence[TensorForm],
+    known: MutableMapping[bytes, RequestHead],
 ) -> InferenceRequest:
     """Returns the content of a request.
 
     Args:
         json_length: the header `Inference-Header-Content-Length`; binary data follows after so many bytes.
         forms, outputs: of the model.
+        known: heads of earlier requests for this model by their text; this one's is added.
 
     Raises:
         RequestError: 400 with what was expected, or 413.
@@ -87,6 +147,17 @@ def read_request(
                 400, f"Inference-Header-Content-Length is {json_length[:20]!r}, the body has {len(body)} bytes"
             )
         text, binary = body[:length], memoryview(body)[length:]
+    head = known.get(text)
+    if head is None:
+        head = _read_head(text, forms, outputs)
+        if len(text) <= _KEPT_BYTES and all(isinstance(each, BinaryInput) for each in head.inputs.values()):
+            if len(known) >= _KEPT:
+                known.clear()
+            known[text] = head
+    return head.request(binary)
+
+
+def _read_head(text: bytes, forms: Sequence[TensorForm], outputs: Sequence[TensorForm]) -> RequestHead:
     document = parse_json(text)
     request_id = expect(document, "id", str, "the request")
     parameters = expect(document, "parameters", dict, "the request", {})
@@ -96,17 +167,14 @@ def read_request(
         check_names(names, forms)
     except DataError as error:
         raise RequestError(400, str(error)) from None
-    arrays, used = {}, 0
+    inputs: dict[str, BinaryInput | Array] = {}
+    used = 0
     wanted = {form.name: form for form in forms}
     for name, tensor in zip(names, given, strict=True):
-        array, count = _read_input(tensor, wanted[name], binary[used:])
-        arrays[name] = array
+        inputs[name], count = _read_input(tensor, wanted[name], used)
         used += count
-    if used != len(binary):
-        raise RequestError(400, f"{len(binary)} bytes of binary data, the inputs' binary_data_size add up to {used}")
-    # The JSON text is not needed any more, and what is in flight should not hold it.
     asked = _outputs(document, outputs, parameters.get("binary_data_output") is True)
-    return InferenceRequest({form.name: arrays[form.name] for form in forms}, request_id, asked)
+    return RequestHead({form.name: inputs[form.name] for form in forms}, used, request_id, asked)
 
 
 def write_reply(version: LoadedVersion, request: InferenceRequest, outputs: Sequence[Array]) -> HttpAnswer:
@@ -146,8 +214,8 @@ def _objects(document: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     return list(items)
 
 
-def _read_input(given: Mapping[str, Any], form: TensorForm, binary: memoryview) -> tuple[Array, int]:
-    """Returns an input, and how many bytes of the binary data it takes."""
+def _read_input(given: Mapping[str, Any], form: TensorForm, begin: int) -> tuple[BinaryInput | Array, int]:
+    """Returns an input, and how many bytes of the binary data it takes, from `begin` on."""
     where = f"input {form.name}"
     if given.get("datatype") != datatype(form):
         raise RequestError(400, f"{where}: datatype {given.get('datatype')!r:.40}, expected {datatype(form)!r}")
@@ -157,37 +225,24 @@ def _read_input(given: Mapping[str, Any], form: TensorForm, binary: memoryview) 
     size = expect(expect(given, "parameters", dict, where, {}), "binary_data_size", int, where)
     if math.prod(length or 1 for length in shape) > _MOST_ELEMENTS:
         raise RequestError(400, f"{where}: the shape is too large, even where it has no element")
+    if not fits(form, shape):
+        raise RequestError(400, f"{where}: expected {form_text(form)}, got the shape {tuple(shape)}")
     count = math.prod(shape)
     try:
         if size is not None:
-            array, used = _from_binary(form, binary, size, count), size
-        elif "data" in given:
-            array, used = typed(form, require(given, "data", list, where)), 0
-        else:
+            dtype = numpy_type(form)
+            if size != count * dtype.itemsize:
+                wanted = count * dtype.itemsize
+                raise RequestError(400, f"{where}: binary_data_size {size}, its shape and type take {wanted} bytes")
+            return BinaryInput(form, dtype.newbyteorder("<"), tuple(shape), begin, count), size
+        if "data" not in given:
             raise RequestError(400, f"{where}: has neither data nor parameters.binary_data_size")
+        array = typed(form, require(given, "data", list, where))
         if array.size != count:
             raise RequestError(400, f"{where}: shape {shape} has {count} elements, data has {array.size}")
-        array = array.reshape(shape)
-        if array.ndim != len(form.shape):
-            raise DataError(f"expected {form_text(form)}, got the shape {array.shape}")
-        return shaped(form, array), used
+        return array.reshape(shape), 0
     except DataError as error:
         raise RequestError(400, f"{where}: {error}") from None
-
-
-def _from_binary(form: TensorForm, binary: memoryview, size: int, count: int) -> Array:
-    wanted = numpy_type(form)
-    if size != count * wanted.itemsize:
-        raise RequestError(
-            400, f"input {form.name}: binary_data_size {size}, its shape and type take {count * wanted.itemsize} bytes"
-        )
-    if size > len(binary):
-        raise RequestError(400, f"input {form.name}: binary_data_size {size}, {len(binary)} bytes are left")
-    array: Array = np.frombuffer(binary[:size], wanted.newbyteorder("<"))
-    # Bytes that are neither 0 nor 1 are no values of this type.
-    if wanted.kind == "b" and (array.view(np.uint8) > 1).any():
-        raise RequestError(400, f"input {form.name}: bytes of BOOL are 0 or 1")
-    return array
 
 
 def _outputs(document: Mapping[str, Any], forms: Sequence[TensorForm], binary: bool) -> list[tuple[str, bool]]:
