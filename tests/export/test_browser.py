@@ -208,6 +208,15 @@ for (const [dtype, words] of [["int64", "1.5"], ["int32", "1.5"], ["int8", "300"
 }
 assert.deepEqual(t.numbersTensor("1 2 3", { name: "p", dtype: "float32", shape: [-1, -1] }).shape, [1, 3]);
 assert.equal(t.numbersTensor("5", { name: "p", dtype: "int64", shape: [-1] }).shape.length, 1);
+const fixed = { name: "p", dtype: "float32", shape: [2, 2] }, whole = t.numbersTensor("1 2 3 4", fixed);
+assert.deepEqual([whole.shape, [...whole.data]], [[2, 2], [1, 2, 3, 4]]);
+assert.deepEqual(t.example(whole, 0, fixed), whole);
+assert.throws(() => t.numbersTensor("1 2", fixed), /p takes 4 numbers, got 2/);
+assert.deepEqual(t.numbersTensor("5", { name: "p", dtype: "float32", shape: [] }).shape, []);
+assert.deepEqual([...t.example(whole, 1, { ...fixed, shape: [-1, 2] }).data], [3, 4]);
+for (const [count, kind] of [[-1, "image"], [1, "image"], [4, "numbers"]]) {
+  assert.equal(t.kindOf({ ...image, shape: [count, 1, 1, 2] }, []), kind);
+}
 assert.deepEqual(t.largest([1, 3, 2], 2), [{ value: 3, index: 1 }, { value: 2, index: 2 }]);
 assert.equal(t.difference([1, 2], [1, 4]), 0.5);
 assert.ok(Number.isNaN(t.difference([1, NaN], [1, 4])));

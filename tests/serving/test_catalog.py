@@ -189,6 +189,36 @@ def test_versions_come_and_go_and_no_request_fails(tmp_path: Path) -> None:
     assert set(found) == {2.0, 10.0}
 
 
+def test_the_repository_says_why_a_version_is_not_loaded_and_looks_when_it_is_asked(tmp_path: Path) -> None:
+    models = tmp_path / "m"
+    scaled(models / "1", 1.0)
+    load = "/v2/repository/models/m/load"
+
+    async def talk() -> None:
+        # It would not look by itself for an hour.
+        async with serving(models, watch=True, poll_s=3600.0) as client:
+
+            async def index(**asked: bool) -> list[tuple[str, str, bool]]:
+                rows = (await client.ask("/v2/repository/index", asked)).document
+                return [(row["version"], row["state"], "digest" in row["reason"]) for row in rows]
+
+            another_digest(scaled(models / "2", 2.0))
+            assert await index() == [("1", "READY", False)]
+            refused = await client.ask(load, b"")
+            assert (refused.status, "version 2 of m is not loaded" in refused.document["error"]) == (400, True)
+            assert await index() == [("1", "READY", False), ("2", "UNAVAILABLE", True)]
+            assert await index(ready=True) == [("1", "READY", False)]
+            assert await answer(client) == 1.0
+            scaled(models / "3", 3.0)
+            assert (await client.ask(load, {})).document == {}
+            assert await answer(client) == 3.0
+            assert await index() == [("1", "READY", False), ("3", "READY", False)]
+            assert (await client.ask(load, {"parameters": {"config": "{}"}})).status == 400
+            assert (await client.ask("/v2/repository/models/none/load", b"")).status == 404
+
+    asyncio.run(asyncio.wait_for(talk(), 60))
+
+
 def test_a_version_that_is_copied_while_it_is_read_is_loaded_at_the_next_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

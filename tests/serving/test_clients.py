@@ -54,6 +54,13 @@ def test_the_client_of_triton(address: str, binary: bool) -> None:
         assert client.is_model_ready("m")
         assert client.is_model_ready("m", "1")
         assert "binary_tensor_data" in client.get_server_metadata()["extensions"]
+        listed = {(each["name"], each["version"], each["state"]) for each in client.get_model_repository_index()}
+        assert listed == {("m", "1", "READY"), ("lookup", "1", "READY")}
+        client.load_model("m")
+        with pytest.raises(triton.InferenceServerException, match="start the server without it"):
+            client.unload_model("m")
+        with pytest.raises(triton.InferenceServerException, match="parameters and files in a request are refused"):
+            client.load_model("m", config="{}")
         metadata = client.get_model_metadata("lookup", "1")
         inputs = []
         for form, value in zip(metadata["inputs"], (1, 2), strict=True):

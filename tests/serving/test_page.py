@@ -1,87 +1,108 @@
-"""The page of the server: in headless Chromium its rules for content let its own script ask the server.
-
-Under Node its script runs on elements that only remember what they are given.
-"""
+"""The page of the server, in headless Chromium: an example, a drawing, a token, the command for a terminal."""
 
 from __future__ import annotations
 
-import re
-import shutil
+import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from onnx import TensorProto, helper
 
-from export.test_in_browsers import CHROMIUM, seen_by_chromium
-from headrace.serving.page import page_text
-from serving.folders import listening, looked_up, scaled
+from headrace.export.signature import Signature, TensorForm
+from serving.folders import listening, looked_up, scaled, written
+from watch.axe import faults
+from watch.browser import CHROMIUM, Tab, browser
 
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-def test_the_page_shows_the_models(tmp_path: Path) -> None:
-    with listening(scaled(tmp_path / "a", 2.0), looked_up(tmp_path / "b")) as address:
-        seen = seen_by_chromium(f"http://{address}/", tmp_path / "home")
-    assert ">lookup</option>" in seen
-    assert ">m</option>" in seen
-    assert "takes user INT64 (any), item INT64 (any); returns row FP32 (any, 2), sum FP32 (any, 2)" in seen
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
 
 
-STAND_INS = """
-import assert from "node:assert/strict";
-const elements = {}, sent = [];
-const made = () => ({
-  value: "", children: [],
-  replaceChildren(...all) { this.children = all; },
-  append(...all) { this.children.push(...all); },
-  insertCell() { const cell = made(); this.children.push(cell); return cell; },
-});
-globalThis.document = { getElementById: (id) => (elements[id] ??= made()), createElement: made };
-globalThis.Option = class { constructor(text) { this.text = text; } };
-const served = [
-  ["ids", { datatype: "INT64", shape: [-1] }],
-  ["picture", { datatype: "FP32", shape: [-1, 3, 8, 8] }],
-  ["bytes", { datatype: "UINT8", shape: [-1, 3, 8, 8] }],
-  ["wide", { datatype: "FP32", shape: [-1, 1, 8, -1] }],
-  ["mask", { datatype: "BOOL", shape: [-1, 2] }],
-  ["fixed", { datatype: "FP32", shape: [1, 2] }],
-].map(([name, form]) => ({ name, inputs: [{ name: "x", ...form }], outputs: [] }));
-globalThis.fetch = async (path, options) => {
-  if (options.body) sent.push(options.body);
-  const answer = path.includes("fixed") ? { outputs: [[4, 2]] } : { predictions: [7] };
-  const content = path === "/v2/models" ? { models: served } : answer;
-  return { ok: true, status: 200, json: async () => content };
-};
-"""
-CHECKS = """
-const settled = () => new Promise((done) => setTimeout(done, 5));
-await settled();
-const choose = (name) => {
-  elements.model.selectedIndex = served.findIndex((each) => each.name === name);
-  elements.model.onchange();
-};
-const pictures = served.filter(({ name }) => (choose(name), !elements.picture.hidden)).map(({ name }) => name);
-assert.deepEqual(pictures, ["picture"]);
-choose("mask");
-assert.equal(elements.values.value, '{"x":[false,false]}');
-choose("ids");
-elements.values.value = '{"x": 9007199254740993}';
-await elements.ask.onclick();
-assert.deepEqual(sent, ['{"instances": [{"x": 9007199254740993}]}']);
-elements.values.value = '1], "signature_name": ["x"';
-await elements.ask.onclick();
-assert.equal(sent.length, 1);
-assert.equal(elements.told.className, "error");
-choose("fixed");
-await elements.ask.onclick();
-assert.equal(elements.answer.children[0].children[0].children[0], "[[4,2]]");
-"""
+def seen(folder: Path) -> Path:
+    """Writes a model of grey images of 8 x 8, whose two outputs are how light the left and the right half are."""
+    weight = np.zeros((64, 2), np.float32)
+    columns = np.arange(64) % 8
+    weight[columns < 4, 0] = weight[columns >= 4, 1] = 1 / 32
+    graph = helper.make_graph(
+        [helper.make_node("Flatten", ["x"], ["flat"]), helper.make_node("MatMul", ["flat", "weight"], ["y"])],
+        "halves",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 1, 8, 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 2])],
+        [helper.make_tensor("weight", TensorProto.FLOAT, weight.shape, weight.ravel())],
+    )
+    form = TensorForm("x", "float32", (-1, 1, 8, 8), (0.0,), (1.0,))
+    facts = Signature("halves", (form,), (TensorForm("y", "float32", (-1, 2)),), "multiclass(2)", ("left", "right"))
+    x = np.zeros((2, 1, 8, 8), np.float32)
+    x[0, :, :, :4] = x[1, :, :, 4:] = 1
+    return written(folder, graph, facts, {"x": x}, {"y": x.reshape(2, 64) @ weight})
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_the_script_sends_what_is_written_and_shows_what_comes(tmp_path: Path) -> None:
-    script = re.search(rb"<script>(.*?)</script>", page_text(), re.DOTALL)
-    assert script is not None
-    (tmp_path / "page.mjs").write_text(STAND_INS + script[1].decode().replace('"use strict";', "") + CHECKS)
-    done = subprocess.run(["node", "page.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    with browser(tmp_path_factory.mktemp("browser")) as tab:
+        yield tab
+
+
+def text(tab: Tab, where: str) -> str:
+    return str(tab.value(f"document.querySelector('{where}').textContent"))
+
+
+def drawn(tab: Tab, *places: tuple[float, float]) -> None:
+    """Draws with the mouse, in parts of the picture's width and height."""
+    left, top, width, height = tab.value(
+        "(({left, top, width, height}) => [left, top, width, height])"
+        "(document.querySelector('canvas').getBoundingClientRect())"
+    )
+    kinds = ["mousePressed", *["mouseMoved"] * (len(places) - 1), "mouseReleased"]
+    for kind, (x, y) in zip(kinds, [*places, places[-1]], strict=True):
+        where = {"x": left + width * x, "y": top + height * y}
+        tab.call("Input.dispatchMouseEvent", type=kind, **where, button="left", buttons=1, clickCount=1)
+
+
+def test_a_model_answers_an_example_and_the_command_says_the_same(tab: Tab, tmp_path: Path) -> None:
+    with listening(looked_up(tmp_path / "b")) as address:
+        tab.open(f"http://{address}/", 1280)
+        tab.until("document.getElementById('answer').textContent.includes('sum')")
+        # Rows 1 and 3 of the table.
+        assert "8" in text(tab, "#answer")
+        command = text(tab, "#curl")
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=20)
+        found = {each["name"]: each["data"] for each in json.loads(done.stdout)["outputs"]}
+        assert found == {"row": [2.0, 3.0], "sum": [8.0, 10.0]}
+        tab.value(
+            "document.querySelector('textarea').value = '9007199254740993'; document.getElementById('run').click()"
+        )
+        tab.until("document.getElementById('error').textContent !== ''")
+        assert "9007199254740993" in text(tab, "#curl")
+
+
+def test_what_is_drawn_is_what_the_model_sees(tab: Tab, tmp_path: Path) -> None:
+    with listening(seen(tmp_path / "a")) as address:
+        tab.open(f"http://{address}/", 390)
+        tab.until("document.querySelectorAll('meter').length === 2")
+        assert text(tab, "#answer th") == "left"
+        drawn(tab, (0.8, 0.1), (0.8, 0.9))
+        tab.until("document.querySelector('#answer th').textContent === 'right'")
+        values = [
+            float(each) for each in tab.value("[...document.querySelectorAll('.number')].map((e) => e.textContent)")
+        ]
+        assert values[0] > 0.15
+        assert values[1] == 0
+
+
+def test_a_token_is_asked_for(tab: Tab, tmp_path: Path) -> None:
+    with listening(scaled(tmp_path / "a", 2.0), token="secret") as address:
+        tab.open(f"http://{address}/", 1280)
+        tab.until("!document.getElementById('guard').hidden")
+        tab.value("document.getElementById('token').value = 'secret'; document.getElementById('token').onchange()")
+        tab.until("document.getElementById('answer').textContent.includes('4')")
+        assert "$HEADRACE_SERVE_TOKEN" in text(tab, "#curl")
+
+
+def test_axe_finds_no_serious_fault(tab: Tab, tmp_path: Path) -> None:
+    with listening(seen(tmp_path / "a"), scaled(tmp_path / "b", 2.0)) as address:
+        for width, dark in ((1280, False), (390, True)):
+            tab.open(f"http://{address}/", width, dark)
+            tab.until("document.querySelectorAll('meter').length === 2")
+            assert [each for each in faults(tab) if each.startswith(("serious", "critical"))] == []

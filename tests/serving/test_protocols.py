@@ -31,7 +31,7 @@ def folders(tmp_path: Path) -> tuple[Path, ...]:
 
 def test_metadata_and_health(folders: tuple[Path, ...]) -> None:
     async def talk(client: Client) -> None:
-        assert (await client.ask("/v2")).document["extensions"] == ["binary_tensor_data"]
+        assert (await client.ask("/v2")).document["extensions"] == ["binary_tensor_data", "model_repository"]
         for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/m/ready", "/v2/models/m/versions/1/ready"):
             assert (await client.ask(path)).status == 200
         assert (await client.ask("/v2/models/lookup")).document == {

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,11 +18,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace.serving.catalog import Catalog, LoadedVersion, ServedModel
+from headrace.serving.catalog import Catalog, LoadedVersion
+from headrace.serving.description import Description
 from headrace.serving.metrics import CONTENT_TYPE, ServerMetrics
-from headrace.serving.page import page_headers, page_text
+from headrace.serving.page import page_files, page_headers, page_text
 from headrace.serving.probe import LIVE, NOT_HERE, READY, UNREADY, HealthState
 from headrace.serving.protocols.http import (
+    Answer,
     BodyBudget,
     HttpAnswer,
     Receive,
@@ -37,18 +38,15 @@ from headrace.serving.protocols.http import (
 from headrace.serving.protocols.open_inference import (
     JSON_LENGTH,
     RequestHead,
-    model_metadata,
     read_request,
-    server_metadata,
     write_reply,
 )
-from headrace.serving.protocols.openapi import openapi_document
-from headrace.serving.protocols.tensorflow_rest import model_status, read_predict, write_predictions
+from headrace.serving.protocols.tensorflow_rest import read_predict, write_predictions
 from headrace.serving.settings import TOO_MANY, RequestError, ServeSettings
 from headrace.web.access import has_token, is_foreign_origin, names_loopback
 
 _log = logging.getLogger("headrace.serve")
-_OPEN = {"/", LIVE, READY}
+_OPEN = {"/", LIVE, READY, *page_files()}
 """Answered without the token: probes of a scheduler, and the page, which asks for it."""
 _SITE = b"sec-fetch-site"
 _TURN_S = 0.25
@@ -61,7 +59,6 @@ _INTERNAL = RequestError(500, "internal error; the log of the server has it")
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 _PREDICT = re.compile(r"/v1/models/([^/:]+)(?:/versions/([^/:]+))?:predict")
 
-Answer = Callable[[Scope, Receive], Awaitable[HttpAnswer]]
 Predict = Callable[[LoadedVersion, Scope, bytes], Awaitable[HttpAnswer]]
 
 
@@ -86,12 +83,12 @@ class PredictionServer:
         self._budget = BodyBudget(settings.max_body_bytes, settings.max_held_bytes)
         self._unsent = BodyBudget(settings.max_held_bytes, settings.max_held_bytes, "answers")
         self.catalog = Catalog(folders, settings, self._metrics)
+        self._description = Description(self.catalog, self._budget, bool(settings.token))
         self.draining = False
         self.state: HealthState | None = None
         self._loaded = False
         self._heads: WeakKeyDictionary[LoadedVersion, dict[bytes, RequestHead]] = WeakKeyDictionary()
         self._counters: dict[tuple[str, int, int], Any] = {}
-        self._version = installed_version("headrace")
         self._refusals = Refusals()
         infer, tensorflow = (
             _Endpoint(self._predicting(protocol), self._unsent) for protocol in (self._infer, self._tensorflow)
@@ -136,32 +133,16 @@ class PredictionServer:
 
     def _routes(self, infer: _Endpoint, tensorflow: _Endpoint) -> list[Route]:
         """Returns all addresses; those of predictions and health for the answers to other methods alone."""
-        post, get = ["POST"], ["GET"]
-        at = "/v2/models/{model}"
-        predictions = [
-            Route(f"{at}/infer", infer, methods=post),
-            Route(f"{at}/versions/{{version}}/infer", infer, methods=post),
-            Route("/v1/models/{model}:predict", tensorflow, methods=post),
-            Route("/v1/models/{model}/versions/{version}:predict", tensorflow, methods=post),
+        at, old = "/v2/models/{model}", "/v1/models/{model}"
+        routes = [
+            Route(path, endpoint, methods=["POST"])
+            for place in ("", "/versions/{version}")
+            for path, endpoint in ((f"{at}{place}/infer", infer), (f"{old}{place}:predict", tensorflow))
         ]
-        others = [
-            (LIVE, self._live),
-            (READY, self._ready),
-            ("/v2", self._server),
-            ("/v2/models", self._models),
-            (at, self._model),
-            (f"{at}/ready", self._model_ready),
-            (f"{at}/versions/{{version}}", self._model),
-            (f"{at}/versions/{{version}}/ready", self._model_ready),
-            ("/v1/models/{model}/metadata", self._signature),
-            ("/v1/models/{model}/versions/{version}/metadata", self._signature),
-            ("/v1/models/{model}", self._status),
-            ("/v1/models/{model}/versions/{version}", self._status),
-            ("/metrics", self._metrics_text),
-            ("/openapi.json", self._openapi),
-            ("/", self._page),
-        ]
-        return [*predictions, *(Route(path, _Endpoint(answer), methods=get) for path, answer in others)]
+        own = [(LIVE, self._live), (READY, self._ready), ("/metrics", self._metrics_text), ("/", self._page)]
+        own += [(path, self._page) for path in page_files()]
+        answers = [*(("GET", path, answer) for path, answer in own), *self._description.routes()]
+        return routes + [Route(path, _Endpoint(answer, self._unsent), methods=[way]) for way, path, answer in answers]
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -188,17 +169,12 @@ class PredictionServer:
             return RequestError(401, "expected the header Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
         return None
 
-    def _find(self, scope: Scope) -> tuple[ServedModel, LoadedVersion]:
-        names = scope["path_params"]
-        model = self.catalog.model(names["model"])
-        return model, model.version(names.get("version"))
-
     def _predicting(self, predict: Predict) -> Answer:
         """Returns the answer to a request for predictions: it reads the body, and counts."""
 
         async def answer(scope: Scope, receive: Receive) -> HttpAnswer:
             began = time.perf_counter()
-            version = self._find(scope)[1]
+            version = self.catalog.find(scope["path_params"])[1]
             try:
                 version.require_room()
                 body = await read_body(scope, receive, self._budget)
@@ -209,7 +185,7 @@ class PredictionServer:
                 raise
             try:
                 # A version may have gone while the body came.
-                version = self._find(scope)[1]
+                version = self.catalog.find(scope["path_params"])[1]
                 reply = await predict(version, scope, body)
             except RequestError as error:
                 reply = error_reply(error)
@@ -262,43 +238,15 @@ class PredictionServer:
             raise RequestError(503, unready)
         return json_reply({"ready": True})
 
-    async def _server(self, scope: Scope, receive: Receive) -> HttpAnswer:
-        return json_reply(server_metadata(self._version))
-
-    async def _models(self, scope: Scope, receive: Receive) -> HttpAnswer:
-        return json_reply(
-            {"models": [model_metadata(model, model.newest()) for _, model in sorted(self.catalog.models.items())]}
-        )
-
-    async def _model(self, scope: Scope, receive: Receive) -> HttpAnswer:
-        return json_reply(model_metadata(*self._find(scope)))
-
-    async def _model_ready(self, scope: Scope, receive: Receive) -> HttpAnswer:
-        model, version = self._find(scope)
-        return json_reply({"name": model.name, "version": str(version.number), "ready": True})
-
-    async def _status(self, scope: Scope, receive: Receive) -> HttpAnswer:
-        model, version = self._find(scope)
-        return json_reply(model_status(model, version if "version" in scope["path_params"] else None))
-
-    async def _signature(self, scope: Scope, receive: Receive) -> HttpAnswer:
-        _, version = self._find(scope)
-        facts = version.facts
-        return json_reply(
-            {
-                "model_spec": {"name": version.name, "version": str(version.number)},
-                "metadata": {"task": facts.task, "labels": facts.labels, "metrics": dict(facts.metrics)},
-            }
-        )
-
     async def _metrics_text(self, scope: Scope, receive: Receive) -> HttpAnswer:
         return HttpAnswer(self._metrics.text(), 200, [(b"content-type", CONTENT_TYPE.encode())])
 
-    async def _openapi(self, scope: Scope, receive: Receive) -> HttpAnswer:
-        return json_reply(openapi_document(self.catalog, self._version, bool(self._settings.token)))
-
     async def _page(self, scope: Scope, receive: Receive) -> HttpAnswer:
-        return HttpAnswer(page_text(), 200, page_headers())
+        path = scope["path"]
+        file = page_files().get(path)
+        return (
+            HttpAnswer(page_text(), 200, page_headers()) if file is None else HttpAnswer(file, 200, page_headers(path))
+        )
 
 
 class _Endpoint:

@@ -112,7 +112,7 @@ class ServedModel:
     folder: Path
     numbered: bool
     versions: dict[int, LoadedVersion] = field(default_factory=dict)
-    _refused: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _refused: dict[int, tuple[tuple[int, ...], str]] = field(default_factory=dict)
 
     def newest(self) -> LoadedVersion:
         """Returns the version that answers requests that name none."""
@@ -143,7 +143,14 @@ class ServedModel:
 
     def refused(self, number: int) -> bool:
         """Whether a version's folder is as it was when it was refused."""
-        return self._refused.get(number) == self.state(number)
+        return number in self._refused and self._refused[number][0] == self.state(number)
+
+    def reasons(self) -> dict[int, str]:
+        """Returns why versions that are newer than all that answer are not loaded, by number."""
+        newest = max(self.versions, default=0)
+        return {
+            number: reason for number, (_, reason) in self._refused.items() if number > newest and self.refused(number)
+        }
 
     def state(self, number: int) -> tuple[int, ...]:
         """Returns what changes when the files of a version's folder do."""
@@ -157,9 +164,9 @@ class ServedModel:
         except OSError:
             return ()
 
-    def refuse(self, number: int, state: tuple[int, ...]) -> None:
-        """Remembers that a version's folder cannot be used as it was in some `state`."""
-        self._refused[number] = state
+    def refuse(self, number: int, state: tuple[int, ...], reason: str) -> None:
+        """Remembers that, and why, a version's folder cannot be used as it was in some `state`."""
+        self._refused[number] = state, reason
 
 
 class Catalog:
@@ -177,6 +184,7 @@ class Catalog:
         self._settings = settings
         self._metrics = metrics
         self.models: dict[str, ServedModel] = {}
+        self._looking = asyncio.Lock()
         self._retired: set[asyncio.Task[None]] = set()
         for folder in folders:
             model = _served_model(folder)
@@ -195,6 +203,11 @@ class Catalog:
             raise RequestError(404, f"there is no model {name[:40]!r}; there are {', '.join(sorted(self.models))}")
         return served
 
+    def find(self, names: Mapping[str, str]) -> tuple[ServedModel, LoadedVersion]:
+        """Returns the model and the version that an address names; raises RequestError 404 or 503."""
+        model = self.model(names["model"])
+        return model, model.version(names.get("version"))
+
     async def load(self) -> None:
         """Loads the versions that are due; raises what is wrong with one."""
         for model in self.models.values():
@@ -206,8 +219,13 @@ class Catalog:
         while True:
             await asyncio.sleep(self._settings.poll_s)
             for model in self.models.values():
-                if model.numbered:
-                    await self._update(model)
+                await self.look(model)
+
+    async def look(self, model: ServedModel) -> None:
+        """Loads a model's new versions, and lets go of those that have gone."""
+        async with self._looking:
+            if model.numbered:
+                await self._update(model)
 
     async def close(self) -> None:
         """Answers what waits, of every version."""
@@ -233,7 +251,7 @@ class Catalog:
                 await self._load(model, number)
             except (HeadraceError, OSError) as error:
                 _log.warning("version %d of %s is not loaded: %s", number, model.name, error)
-                model.refuse(number, state)
+                model.refuse(number, state, f"{error!s:.500}")
                 # An older one stays in its place, or is loaded at the next look.
                 return
         # The last one stays, even where its folder is gone.

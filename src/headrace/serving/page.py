@@ -1,45 +1,47 @@
-"""The page on which a model can be tried in a browser."""
+"""The page on which a model can be tried in a browser: the exported page's fields and answers, which ask the server."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
+from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
+from importlib.resources import files
 
-_PATH = Path(__file__).with_name("page.html")
+FOLDER = "/page/"
+"""Where the page's files are."""
+_KINDS = {".js": b"text/javascript", ".css": b"text/css"}
+_RULES = (
+    "default-src 'none'",
+    "script-src 'self'",
+    "style-src 'self'",
+    "connect-src 'self'",
+    "img-src 'self' blob: data:",
+    "base-uri 'none'",
+    "form-action 'none'",
+    "frame-ancestors 'none'",
+)
 
 
 @cache
 def page_text() -> bytes:
     """Returns the page."""
-    return _PATH.read_bytes()
+    return (files("headrace.serving") / "page" / "index.html").read_bytes()
 
 
 @cache
-def page_headers() -> list[tuple[bytes, bytes]]:
-    """Returns headers by which a browser runs the page's own script alone, and asks nothing but this server."""
-    text = page_text()
-    script, style = (re.search(rb"<%s>(.*?)</%s>" % (kind, kind), text, re.DOTALL) for kind in (b"script", b"style"))
-    assert script is not None
-    assert style is not None
-    rules = [
-        "default-src 'none'",
-        f"script-src '{_digest(script[1])}'",
-        f"style-src '{_digest(style[1])}'",
-        "connect-src 'self'",
-        "img-src blob:",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
+def page_files() -> Mapping[str, bytes]:
+    """Returns what the page asks for, by path."""
+    shared = files("headrace.export.browser") / "page"
+    found = {name: shared / name for name in ("page.css", "panel.js", "tensors.js")}
+    found["serve.js"] = files("headrace.serving") / "page" / "serve.js"
+    return {FOLDER + name: file.read_bytes() for name, file in found.items()}
+
+
+def page_headers(path: str = ".html") -> list[tuple[bytes, bytes]]:
+    """Returns headers by which a browser runs the page's own scripts alone, and asks nothing but this server."""
+    kind = _KINDS.get(path[path.rindex(".") :], b"text/html")
     return [
-        (b"content-type", b"text/html; charset=utf-8"),
-        (b"content-security-policy", "; ".join(rules).encode()),
+        (b"content-type", kind + b"; charset=utf-8"),
+        (b"content-security-policy", "; ".join(_RULES).encode()),
         (b"x-content-type-options", b"nosniff"),
+        (b"cache-control", b"no-cache"),
     ]
-
-
-def _digest(content: bytes) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}"

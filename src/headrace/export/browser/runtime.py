@@ -28,7 +28,7 @@ INTEGRITY = "q0y+JrrtukXSzsBWEMccVfqX25LRmosXHF+CaRJmg8pZClzcV7svNc4rKY3jL02Vb7Q
 FILES = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
 """Of the package's folder dist/, what computes on the processor; the others are for graphics cards."""
 
-PAGE = ("index.html", "page.css", "page.js", "tensors.js")
+PAGE = ("index.html", "page.css", "page.js", "panel.js", "tensors.js")
 
 _ARCHIVE = f"{NAME}-{VERSION}.tgz"
 _MOST_BYTES = 64 << 20

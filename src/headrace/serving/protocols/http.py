@@ -73,6 +73,9 @@ class HttpAnswer:
         await send({"type": "http.response.body", "body": self.body[whole:] if whole else self.body})
 
 
+Answer = Callable[[Scope, Receive], Awaitable[HttpAnswer]]
+
+
 def json_reply(document: Any) -> HttpAnswer:
     """Returns a document as JSON; arrays of numpy may be in it."""
     return HttpAnswer(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY))

@@ -1,6 +1,7 @@
 """The Open Inference Protocol, version 2, with the extension for binary tensors.
 
-https://github.com/kserve/open-inference-protocol, and Triton's extension_binary_data.md.
+https://github.com/kserve/open-inference-protocol, and Triton's extension_binary_data.md and
+extension_model_repository.md.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def datatype(form: TensorForm) -> str:
 
 def server_metadata(version: str) -> dict[str, Any]:
     """Returns the answer to `GET /v2`."""
-    return {"name": "headrace", "version": version, "extensions": ["binary_tensor_data"]}
+    return {"name": "headrace", "version": version, "extensions": ["binary_tensor_data", "model_repository"]}
 
 
 def model_metadata(model: ServedModel, version: LoadedVersion) -> dict[str, Any]:

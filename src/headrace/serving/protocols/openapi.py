@@ -34,9 +34,13 @@ def openapi_document(catalog: Catalog, version: str, with_token: bool) -> Docume
     for model in models:
         for path, operations in _paths(model):
             paths[path] = operations
+        for what, told in (("load", "Looks for new versions at once"), ("unload", "Refused: the folder says")):
+            path = f"/v2/repository/models/{model.name}/{what}"
+            paths[path] = {"post": _post(f"{told}: {model.name}", {"type": "object"}, {"type": "object"})}
     paths |= {
         "/v2": {"get": _get("Name, version and extensions of the server", _SERVER)},
         "/v2/models": {"get": _get("All models", _object(models={"type": "array", "items": _METADATA}), "503")},
+        "/v2/repository/index": {"post": _post("Versions, and why some are not loaded", _INDEXED, _INDEX)},
         "/v2/health/live": {"get": _get("Whether the server answers", _object(live={"const": True}))},
         "/v2/health/ready": {"get": _get("Whether every model is loaded", _object(ready={"const": True}), "503")},
         "/metrics": {"get": _get("Counters and histograms for Prometheus", {"type": "string"}, kind="text/plain")},
@@ -64,6 +68,9 @@ def _paths(model: ServedModel) -> Iterator[tuple[str, Document]]:
         infer, predict = f"/v2/models/{model.name}{place}", f"/v1/models/{model.name}{place}"
         yield f"{infer}/infer", {"post": _post(f"Predictions of {of}", _infer(version), _INFERRED)}
         yield infer, {"get": _get(f"Inputs and outputs of {of}", _METADATA, *gone)}
+        yield f"{infer}/signature.json", {"get": _get(f"What {of} is, as exported", {"type": "object"}, *gone)}
+        sample = _get(f"Examples and answers of {of}", _BYTES, *gone, kind="application/octet-stream")
+        yield f"{infer}/sample.safetensors", {"get": sample}
         yield f"{infer}/ready", {"get": _get(f"Whether {of} is loaded", _READY, *gone)}
         yield f"{predict}:predict", {"post": _post(f"Predictions of {of}", _predict(version), _predicted())}
         yield predict, {"get": _get(f"Versions of {of}", _VERSIONS, *gone)}
@@ -173,6 +180,12 @@ _METADATA = _object(
     inputs=_TENSORS,
     outputs=_TENSORS,
 )
+_BYTES: Document = {"type": "string", "format": "binary"}
+_INDEXED = _object([], ready={"type": "boolean"})
+_INDEX: Document = {
+    "type": "array",
+    "items": _object(**{name: {"type": "string"} for name in ("name", "version", "state", "reason")}),
+}
 _READY = _object(name={"type": "string"}, version={"type": "string"}, ready={"const": True})
 _VERSIONS = _object(
     model_version_status={

@@ -15,12 +15,18 @@ export function arrayOf(dtype, values) {
   return dtype === "int64" ? Type.from(values, (value) => BigInt(value)) : Type.from(values, Number);
 }
 
+// Whether the model takes a certain number of examples, and no other.
+export const isFixed = (form) => form.shape.length === 0 || form.shape[0] >= 0;
+
+// The shape of one example, or of as many as the model takes; -1 where any length will do.
+export const one = (form) => (isFixed(form) ? form.shape : [1, ...form.shape.slice(1)]);
+
 // How an input is given: an image, a text, or numbers.
 export function kindOf(form, labels) {
   const shape = form.shape;
-  if (form.dtype.startsWith("float") && shape.length === 4 && (shape[1] === 1 || shape[1] === 3) && shape[2] > 0 && shape[3] > 0) return "image";
+  if (form.dtype.startsWith("float") && shape.length === 4 && shape[0] < 2 && (shape[1] === 1 || shape[1] === 3) && shape[2] > 0 && shape[3] > 0) return "image";
   // Labels that are fewer than the tokens name something else: the classes of a text.
-  if (form.dtype.startsWith("int") && shape.length === 2 && labels.length > (form.high?.[0] ?? 0)) return "text";
+  if (form.dtype.startsWith("int") && shape.length === 2 && shape[0] < 2 && labels.length > (form.high?.[0] ?? 0)) return "text";
   return "numbers";
 }
 
@@ -37,8 +43,9 @@ export function readSafetensors(buffer) {
   return found;
 }
 
-// One example of a batch.
-export function example({ dtype, shape, data }, index) {
+// One example of a batch; the whole of it where the model takes no other number.
+export function example({ dtype, shape, data }, index, form) {
+  if (isFixed(form)) return { dtype, shape, data };
   const length = size(shape.slice(1));
   return { dtype, shape: [1, ...shape.slice(1)], data: data.slice(index * length, (index + 1) * length) };
 }
@@ -111,12 +118,12 @@ export function numbersTensor(text, form) {
   const values = words.map(Number);
   const wrong = values.findIndex(Number.isNaN);
   if (wrong >= 0) throw new Error(`number ${wrong + 1} of ${form.name} is not a number`);
-  const rest = form.shape.slice(1);
-  const known = size(rest.filter((length) => length > 0));
-  const free = rest.filter((length) => length < 0).length;
+  const wanted = one(form);
+  const known = size(wanted.filter((length) => length >= 0));
+  const free = wanted.filter((length) => length < 0).length;
   const fits = free === 0 ? values.length === known : free === 1 && values.length > 0 && values.length % known === 0;
   if (!fits) throw new Error(`${form.name} takes ${free ? "a multiple of " : ""}${known} numbers, got ${values.length}`);
-  const shape = [1, ...rest.map((length) => (length < 0 ? values.length / known : length))];
+  const shape = wanted.map((length) => (length < 0 ? values.length / known : length));
   return { dtype: form.dtype, shape, data: exact(words, form) };
 }
 
