@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 129_044
+LINES = 129_283
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_030
@@ -19,7 +19,7 @@ CLOSURES = {
     "worker.main": 20_650,
     "engine.local.process": 22_310,
     "parameter_server.core.shard": 1_250,
-    "serving.application": 3_910,
+    "serving.application": 4_140,
     "api.fit": 33_750,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
