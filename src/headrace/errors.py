@@ -35,7 +35,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 _HEADRACE = str(Path(__file__).parent) + os.sep
 _PATHS = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -74,9 +74,22 @@ def in_one_line(error: Exception) -> str:
 
 
 class HeadraceError(Exception):
-    """The root of the tree."""
+    """The root of the tree; `remedy` is what to do, where that is not a part of `what()` happened."""
 
     exit_code: ClassVar[int] = 1
+    remedy = ""
+
+    def __str__(self) -> str:
+        return f"{self.what()}; {self.remedy}" if self.remedy else self.what()
+
+    def what(self) -> str:
+        """Returns what happened, without the remedy."""
+        return super().__str__()
+
+    def with_remedy(self, remedy: str) -> Self:
+        """Returns this error, whose message goes on with a remedy."""
+        self.remedy = remedy
+        return self
 
 
 class UsageError(HeadraceError, ValueError):
@@ -158,9 +171,8 @@ class CorruptCheckpoint(HeadraceError):
     def __init__(
         self, path: Path | str, reason: str, remedy: str = "resume from an older checkpoint, or restore it from a copy"
     ) -> None:
-        super().__init__(f"{path}: {reason}; {remedy}")
-        self.path = path
-        self.reason = reason
+        super().__init__(f"{path}: {reason}")
+        self.remedy, self.path, self.reason = remedy, path, reason
 
 
 class ServerRefused(HeadraceError):
@@ -168,20 +180,7 @@ class ServerRefused(HeadraceError):
 
 
 class RunFailed(HeadraceError):
-    """The run began and failed.
-
-    Attributes:
-        remedy: how to continue; "" where it is not known.
-    """
-
-    remedy = ""
-
-    def __str__(self) -> str:
-        return f"{self.what()}; {self.remedy}" if self.remedy else self.what()
-
-    def what(self) -> str:
-        """Returns what happened, without the remedy."""
-        return super().__str__()
+    """The run began and failed."""
 
 
 class WorkerFailed(RunFailed):
@@ -200,9 +199,7 @@ class WorkerFailed(RunFailed):
         self, rank: int, host: str, cause: str, traceback: str = "", exit_code: int = 1, part: str = ""
     ) -> None:
         super().__init__(f"rank {rank}{part and f' ({part})'} on {host} failed: {cause}")
-        self.rank = rank
-        self.host = host
-        self.cause = cause
+        self.rank, self.host, self.cause = rank, host, cause
         self.traceback = traceback
         self.worker_exit_code = exit_code
         if traceback:
@@ -220,15 +217,14 @@ class NonFiniteLoss(RunFailed):
         row: how many rounds in a row were bad.
     """
 
+    remedy = (
+        "lower the learning rate, clip the gradients (Options(clip_norm=1.0)) or look at that batch; "
+        "Options(on_nonfinite='skip') leaves such rounds out"
+    )
+
     def __init__(self, rank: int, step: int, loss: float, row: int = 1) -> None:
-        super().__init__(
-            f"the loss is {loss} on rank {rank} at step {step}{_in_a_row(row)}; "
-            "lower the learning rate, clip the gradients (Options(clip_norm=1.0)) or look at that batch; "
-            "Options(on_nonfinite='skip') leaves such rounds out"
-        )
-        self.rank = rank
-        self.step = step
-        self.loss = loss
+        super().__init__(f"the loss is {loss} on rank {rank} at step {step}{_in_a_row(row)}")
+        self.rank, self.step, self.loss = rank, step, loss
 
 
 class NonFiniteGradient(RunFailed):
@@ -239,12 +235,13 @@ class NonFiniteGradient(RunFailed):
         row: how many rounds in a row were bad.
     """
 
+    remedy = (
+        "lower the learning rate, look for a division by zero or a root of zero in the model's backward pass; "
+        "Options(on_nonfinite='skip') leaves such rounds out"
+    )
+
     def __init__(self, step: int, row: int = 1) -> None:
-        super().__init__(
-            f"the gradient is not finite at step {step}{_in_a_row(row)}, though every loss is; "
-            "lower the learning rate, look for a division by zero or a root of zero in the model's backward pass; "
-            "Options(on_nonfinite='skip') leaves such rounds out"
-        )
+        super().__init__(f"the gradient is not finite at step {step}{_in_a_row(row)}, though every loss is")
         self.step = step
 
 
@@ -261,20 +258,19 @@ class RanksDiffer(RunFailed):
         what: its name, how much of it differs, and by how much.
         done: rounds that were done.
         strategy: its name.
-
-    Attributes:
-        rank, name, done: the arguments.
     """
+
+    remedy = (
+        "look for what changes it on one worker alone: a forward, loss, hook or loop that writes to it, random "
+        "numbers, or the memory of that machine"
+    )
 
     def __init__(self, rank: int, other: int, name: str, what: str, done: int, strategy: str) -> None:
         super().__init__(
             f"after {done} round{'s' if done != 1 else ''} rank {rank} has another {what} than rank {other}, and "
-            f"{strategy} keeps them equal; something changes it on one worker alone: a forward, loss, hook or loop "
-            "that writes to it, random numbers, or the memory of that machine"
+            f"{strategy} keeps them equal"
         )
-        self.rank = rank
-        self.name = name
-        self.done = done
+        self.rank, self.name, self.done = rank, name, done
 
 
 class PeerLost(RunFailed):
@@ -285,9 +281,6 @@ class PeerLost(RunFailed):
         host: the machine it ran on.
         cause: what is known, "killed by signal 9 (SIGKILL)", "gave no sign of life for 10 s".
         part: what it holds of the model, where that is a part: "stage 1 of 2".
-
-    Attributes:
-        rank, host, cause: the arguments.
     """
 
     exit_code = 4

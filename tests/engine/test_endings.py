@@ -39,7 +39,9 @@ from watch.made import read
 pytestmark = pytest.mark.slow
 PAIR = hr.Mirrored(2)
 OFTEN = hr.Checkpoints(every_steps=2)
-OOM, RESUME = "out-of-memory killer", "resume=True (--resume) goes on from the last checkpoint"
+OOM, CRASHED = "out-of-memory killer", "PYTHONFAULTHANDLER=1"
+RESUME = "resume=True (--resume) goes on from the last checkpoint"
+LINE, RATE = "victims.py, line", "lower the learning rate"
 
 
 def root_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -91,24 +93,24 @@ WAYS = {
     "killed with checkpoints": Way(
         "failed", "killed by signal 9", RESUME, {**kills(9), "checkpoints": OFTEN}, job=long_job
     ),
-    "segmentation fault": Way("failed", "killed by signal 11 (SIGSEGV)", "", kills(11), job=long_job),
-    "bus error": Way("failed", "killed by signal 7 (SIGBUS)", "", kills(7), job=long_job),
-    "frozen": Way("failed", "gave no sign of life", "", {**kills(signal.SIGSTOP), "timeout_s": 1.0}, job=long_job),
-    "error of the model": Way("failed", "ValueError: planted", "", {}, job=ends(model=faulty(victims.fail))),
-    "error of the data": Way("failed", "ValueError: planted", "", {}, job=ends(data=victims.BadExample())),
-    "error of the optimizer": Way("failed", "ValueError: planted", "", {}, job=ends(optimizer=victims.BadStep)),
-    "error of the loss": Way("failed", "ValueError: planted", "", {}, job=ends(task=None, loss=victims.bad_loss)),
+    "segmentation fault": Way("failed", "killed by signal 11 (SIGSEGV)", CRASHED, kills(11), job=long_job),
+    "bus error": Way("failed", "killed by signal 7 (SIGBUS)", CRASHED, kills(7), job=long_job),
+    "frozen": Way("failed", "no sign of life", "--timeout", {**kills(signal.SIGSTOP), "timeout_s": 1.0}, job=long_job),
+    "error of the model": Way("failed", "ValueError: planted", LINE, {}, job=ends(model=faulty(victims.fail))),
+    "error of the data": Way("failed", "ValueError: planted", "repair", {}, job=ends(data=victims.BadExample())),
+    "error of the optimizer": Way("failed", "ValueError: planted", LINE, {}, job=ends(optimizer=victims.BadStep)),
+    "error of the loss": Way("failed", "ValueError: planted", LINE, {}, job=ends(task=None, loss=victims.bad_loss)),
     "loss is not finite": Way(
-        "failed", "lower the learning rate", "", {}, job=ends(optimizer=partial(torch.optim.SGD, lr=1e30))
+        "failed", "the loss is", RATE, {}, job=ends(optimizer=partial(torch.optim.SGD, lr=1e30))
     ),
-    "gradient is not finite": Way("failed", "lower the learning rate", "", {}, job=ends(task=None, loss=root_loss)),
-    "copies differ": Way("failed", "keeps them equal", "", {"check": False}, job=ends(model=Writes)),
-    "os._exit(7)": Way("failed", "exit code 7", "", {}, job=ends(model=faulty(partial(os._exit, 7)))),
-    "os._exit(0)": Way("failed", "exit code 0", "", {}, job=ends(model=faulty(partial(os._exit, 0)))),
-    "sys.exit": Way("failed", "SystemExit", "", {}, job=ends(model=faulty(partial(sys.exit, 3)))),
+    "gradient is not finite": Way("failed", "not finite", RATE, {}, job=ends(task=None, loss=root_loss)),
+    "copies differ": Way("failed", "keeps them equal", "on one worker alone", {"check": False}, job=ends(model=Writes)),
+    "os._exit(7)": Way("failed", "exit code 7", "logs/rank-1.log", {}, job=ends(model=faulty(partial(os._exit, 7)))),
+    "os._exit(0)": Way("failed", "exit code 0", "logs/rank-1.log", {}, job=ends(model=faulty(partial(os._exit, 0)))),
+    "sys.exit": Way("failed", "SystemExit", LINE, {}, job=ends(model=faulty(partial(sys.exit, 3)))),
     "a server is killed": Way(
         "failed",
-        "rank 2 on",
+        "killed by signal 9",
         OOM,
         {"on_event": at_step(5, lambda pids: os.kill(pids[2], 9))},
         hr.ParameterServer(2),
@@ -124,7 +126,7 @@ WAYS = {
     "Ctrl-C without checkpoints": Way(
         "interrupted", "Ctrl-C", "", {"on_event": press(1)[1], "checkpoints": False}, job=long_job
     ),
-    "Ctrl-C twice": Way("failed", "interrupted (SIGINT)", "", {"on_event": press(2)[1]}, job=long_job),
+    "Ctrl-C twice": Way("failed", "interrupted (SIGINT)", "nothing was saved", {"on_event": press(2)[1]}, job=long_job),
     "time": Way("ok", "the time that it was given is over (seconds=0.5)", "", {"seconds": 0.5}, job=long_job),
     "a callback": Way("ok", "a callback asked for it: it is enough", "", {"callbacks": [Stops()]}, job=long_job),
     "no better": Way(

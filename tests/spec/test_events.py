@@ -156,7 +156,7 @@ def test_numbers_of_numpy_are_written_and_others_refused() -> None:
 
 def test_a_failure_is_shown_in_one_line() -> None:
     failed = event.Failed(1, 2.0, 3, "ValueError: a", "Traceback\n  b", 3)
-    assert repr(failed) == "Failed(rank=1, time_s=2.0, step=3, cause='ValueError: a', exit_code=3)"
+    assert repr(failed) == "Failed(rank=1, time_s=2.0, step=3, cause='ValueError: a', exit_code=3, remedy='')"
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def begin_and_end(spec: RunSpec, info: JobInfo) -> Iterator[_LauncherEvents]:
         events.status = LEFT
         raise
     except BaseException as error:
-        events.why = ended_by(error, spec.run_dir)
+        events.why = ended_by(error, spec.run_dir, command_line())
         raise
     finally:
         with unless(takes_no_more):
@@ -106,7 +106,7 @@ def _reserved(run_dir: Path) -> Path:
 def write_end(spec: RunSpec, writer: EventWriter, status: str, why: tuple[str, str] = ("", "")) -> None:
     """Writes the run's last event; not where this process leaves the run to the others."""
     if status in ("interrupted", TERMINATED):
-        status, why = "interrupted", ended_by_signal(status == TERMINATED, spec.run_dir)
+        status, why = "interrupted", ended_by_signal(status == TERMINATED, why[0], spec.run_dir, command_line())
     if status != LEFT:
         writer.write(RunEnded(LAUNCHER, writer.now(), status, *why))
 
@@ -133,6 +133,7 @@ class Follower:
         self._tail = Tail(spec.run_dir, skip=listeners.skips, new_only=True)
         self._log = LogTail(log_path(spec.run_dir, 0), until=LAST_LOG_LINE, new_only=True)
         self._disk = DiskMonitor(spec.run_dir, self.console.line)
+        self._stops = False
         self.copier = _copier_of(spec)
 
     def __call__(self, progress: RunProgress | None = None) -> None:
@@ -152,6 +153,9 @@ class Follower:
             self._listeners(event)
         for line in self._listeners.lines():
             self.console.line(line)
+        if progress and progress.stops and not self._stops:
+            self._stops = True
+            self.console.event(Notice(LAUNCHER, 0.0, "ends after this round; Ctrl-C once more ends it at once"))
 
     def close(self) -> None:
         """Shows the rest."""
@@ -236,13 +240,13 @@ def _started(spec: RunSpec, info: JobInfo) -> RunStarted:
         job=spec.job.source,
         rounds=spec.rounds_of(info.examples),
         cores=cores(),
-        command=_command(),
+        command=command_line(),
         model=f"{type(info.module).__name__}, {sum(each.elements for each in info.model.parameters):,} parameters",
         optimizer=_optimizer_text(spec.job.optimizer),
     )
 
 
-def _command() -> str:
+def command_line() -> str:
     """Returns what was typed, as far as this process knows."""
     program, *rest = sys.argv or [""]
     own = Path(program).name in ("headrace", "__main__.py")

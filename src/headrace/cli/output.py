@@ -97,7 +97,8 @@ def _notes(error: BaseException) -> list[str]:
 
 def _message(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted (SIGINT)"
+        # How the run has ended, where there was one.
+        return str(error) or "interrupted (SIGINT)"
     if isinstance(error, Terminated):
         return "terminated (SIGTERM)"
     return str(error)

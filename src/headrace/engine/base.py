@@ -58,18 +58,23 @@ ECHO_S = 1.0
 
 @dataclass(frozen=True)
 class RunProgress:
-    """How far a run is; `loss` is the last of the first rank that has one, None before."""
+    """How far a run is; `loss` is the last of the first rank that has one, None before.
+
+    `stops` says whether it was asked to end after this round.
+    """
 
     step: int
     loss: float | None
     examples: int
+    stops: bool = False
 
     @classmethod
     def read(cls, page: ControlPage) -> RunProgress:
         """Returns the progress that the ranks' heartbeats tell."""
         heartbeats = [record.heartbeat for record in page.ranks]
         loss = next((heartbeat.loss for heartbeat in heartbeats if heartbeat.loss), None)
-        return cls(max(each.step for each in heartbeats), loss, sum(each.examples for each in heartbeats))
+        examples = sum(each.examples for each in heartbeats)
+        return cls(max(each.step for each in heartbeats), loss, examples, bool(page.stop))
 
 
 _FOLLOW_EVERY_S = 0.5

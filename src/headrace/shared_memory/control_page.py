@@ -270,7 +270,8 @@ class ControlPage(Structure):
     Where that rank lives and does not reach another one, `apart` is 1 + the other one, and was written before `abort`.
     Rank 0 writes `stop_after`, 1 + the last round to do, `save_after`, 1 + the last round to save after,
     `change_after`, 1 + the last round before members join or leave, and `rate_after`, 1 + the last round before the
-    learning rate changes, in that round, before its barrier. All are 0 while there is nothing to tell.
+    learning rate changes, in that round, before its barrier. A process that is asked alone to end the run writes
+    `stopped_by`, 1 + its rank, and then `stop`. All are 0 while there is nothing to tell.
     """
 
     abort: int
@@ -280,8 +281,13 @@ class ControlPage(Structure):
     save_after: int
     change_after: int
     rate_after: int
+    stopped_by: int
     _fields_ = [
-        (name, c_int64) for name in ("abort", "apart", "stop", "stop_after", "save_after", "change_after", "rate_after")
+        (name, c_int64)
+        for name in (
+            *("abort", "apart", "stop", "stop_after", "save_after", "change_after", "rate_after"),
+            "stopped_by",
+        )
     ]
 
     def __new__(cls, segment: SharedSegment, ranks: int) -> ControlPage:

@@ -43,8 +43,8 @@ def set_length(descriptor: int, nbytes: int, label: str) -> None:
             raise
         raise UnfitMachine(
             f"the {label} segment needs {nbytes:,} bytes of shared memory, and the limit of file sizes (RLIMIT_FSIZE) "
-            "is below that; raise it, such as by `ulimit -f unlimited`"
-        ) from error
+            "is below that"
+        ).with_remedy("raise it, such as by `ulimit -f unlimited`") from error
 
 
 _LARGE_BYTES = 4 << 20

@@ -40,11 +40,11 @@ _MEETINGS = 400
 _LOSSES = 50
 _FAULTS = ("failed", "lost", "not finite")
 _MARKS = 30
-_MOST_TEXT, _MOST_TRACEBACK = 2000, 8000
+_MOST_TEXT, _MOST_TRACEBACK = 4000, 8000
 
 
 @dataclass(frozen=True)
-class _Line:
+class JournalLine:
     """A line of the journal."""
 
     time_s: float
@@ -59,7 +59,7 @@ class Journal:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self._lines: list[_Line] = []
+        self._lines: list[JournalLine] = []
 
     def add(self, event: Event) -> bool:
         """Takes an event; returns whether it is one for the user."""
@@ -90,14 +90,14 @@ class Journal:
             case _:
                 return False
         self.counts[kind] += 1
-        line = _Line(event.time_s, kind, event.rank, clean(text)[:_MOST_TEXT], clean(detail)[:_MOST_TRACEBACK])
+        line = JournalLine(event.time_s, kind, event.rank, clean(text)[:_MOST_TEXT], clean(detail)[:_MOST_TRACEBACK])
         insort(self._lines, line, key=lambda each: each.time_s)
         if len(self._lines) > _LINES:
             most = Counter(each.kind for each in self._lines).most_common(1)[0][0]
             del self._lines[next(index for index, each in enumerate(self._lines) if each.kind == most)]
         return True
 
-    def marks(self, first_s: float) -> list[_Line]:
+    def marks(self, first_s: float) -> list[JournalLine]:
         """Returns the last faults, the starts after the first one, and ends that are none of all rounds."""
         found = (
             each

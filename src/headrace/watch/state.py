@@ -18,6 +18,7 @@ from headrace.report.model.events import is_done_again
 from headrace.report.model.glance import Brief
 from headrace.report.model.training import without
 from headrace.spec.events import (
+    LAUNCHER,
     Evaluated,
     Event,
     RunEnded,
@@ -25,12 +26,12 @@ from headrace.spec.events import (
 )
 from headrace.watch.bins import RECENT_WIDTH_S, LossBins, RecentLanes, RunLanes
 from headrace.watch.limit import StepSums
-from headrace.watch.records import DriftCurve, Evaluations, Journal, ProcessTable, SaveLog
+from headrace.watch.records import DriftCurve, Evaluations, Journal, JournalLine, ProcessTable, SaveLog
 from headrace.watch.servers import ServersSeen
 from headrace.watch.steps import Floats, Ints, Steps
 from headrace.watch.tail import News, RunTail
 
-_MOST_TEXT, _MOST_WORDS, _MOST_METRICS = 200, 1000, 8
+_MOST_TEXT, _MOST_WORDS, _MOST_METRICS = 200, 4000, 8
 _QUIET_S = 3.0
 """Who writes nothing for so long may be gone."""
 _RATE_BINS, _UNSETTLED_BINS = 10, 3
@@ -180,7 +181,7 @@ class WatchedRun:
             return None
         if self._ended is not None and self._ended.time_s >= self._starts[-1].time_s:
             return self._ended
-        return last_word(self._lock.parent, None, None) if self._left else None
+        return last_word(self._lock.parent, None, None, self._starts[-1]) if self._left else None
 
     def rate(self) -> float | None:
         """Returns the examples a second of the last seconds."""
@@ -293,10 +294,13 @@ class WatchedRun:
     def _marks(self) -> list[dict[str, Any]]:
         """Returns faults, resumptions and an early end, where each stands in the charts."""
         lines = self._journal.marks(first_s=self._starts[0].time_s if self._starts else 0.0)
+        if self._end is not None and self._end is not self._ended:
+            # No process has written how it ended.
+            lines.append(JournalLine(self._until_s, "ended", LAUNCHER, f"{self._end.status}: {self._end.words}"))
         seconds = self._training_s(np.array([each.time_s for each in lines], dtype=np.float64))
         return [
             {"time_s": each.time_s, "seconds": float(at), "examples": self._loss.examples_at(each.time_s)}
-            | {"text": f"{each.kind}: {each.text}"[:_MOST_TEXT]}
+            | {"text": f"{each.kind}: {each.text}"[:_MOST_WORDS]}
             for each, at in zip(lines, seconds, strict=True)
         ]
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from headrace.data.loading.loader import InputCounters
-from headrace.errors import UsageError
+from headrace.errors import HeadraceError, UsageError
 from headrace.machine.disk import disk_fails, takes_no_more, unless
 from headrace.shared_memory.control_page import LastEvent
 from headrace.spec.events import (
@@ -35,8 +35,8 @@ from headrace.worker.run_spec import RunSpec, events_path
 _FLUSH_EVERY_S = 0.25
 _PASSED_EVERY, _PASSED_AT = 50, 5
 """Not the first steps, in which memory is allocated and caches are cold."""
-_SHORT = 1000
-"""Characters of a failure's cause that are left in the control page."""
+_SHORT, _SHORT_REMEDY = 1000, 300
+"""Characters of a failure's cause and remedy that are left in the control page."""
 
 
 def _to_7_digits(seconds: float) -> float:
@@ -78,7 +78,9 @@ class EventWriter:
         """Appends a process's last event; where the file does not take it, it is left in the control page."""
         self.write(event)
         if self.problem:
-            short = replace(event, traceback="", cause=event.cause[:_SHORT]) if isinstance(event, Failed) else event
+            short: Event = event
+            if isinstance(event, Failed):
+                short = replace(event, traceback="", cause=event.cause[:_SHORT], remedy=event.remedy[:_SHORT_REMEDY])
             record.publish(encode(short))
 
     def stepped(
@@ -160,6 +162,14 @@ class EventWriter:
             self.flush()
         finally:
             os.close(self._file)
+
+
+def failure_of(rank: int, time_s: float, step: int, error: BaseException, traceback: str) -> Failed:
+    """Returns the event of an error that ends a process."""
+    if not isinstance(error, HeadraceError):
+        return Failed(rank, time_s, step, f"{type(error).__name__}: {error}", traceback)
+    cause = f"{type(error).__name__}: {error.what()}"
+    return Failed(rank, time_s, step, cause, traceback, error.exit_code, error.remedy)
 
 
 def write_for_launcher(run: RunSpec, kind: Callable[..., Event], *fields: object) -> None:

@@ -33,7 +33,7 @@ from headrace.training.synchronization import DataLeases, PeriodicSync
 from headrace.trees import as_bytes
 from headrace.worker.attributes import SameBuild
 from headrace.worker.control import RunControl
-from headrace.worker.events import EventWriter, InputReporter
+from headrace.worker.events import EventWriter, InputReporter, failure_of
 from headrace.worker.guards.caller import take_settings
 from headrace.worker.guards.witness import require_same_results
 from headrace.worker.loops.base import Loop
@@ -289,8 +289,7 @@ def _failed(rank: int, session: WorkerSession | None, events: EventWriter, error
     # An error of headrace needs no traceback, but its cause in user code does.
     origin = error.__cause__ if isinstance(error, HeadraceError) else error
     shown = user_traceback(origin, fallback=True) if origin else ""
-    code = error.exit_code if isinstance(error, HeadraceError) else 1
-    return Failed(rank, events.now(), step, f"{type(error).__name__}: {error}", shown, code)
+    return failure_of(rank, events.now(), step, error, shown)
 
 
 def leave_model(run: RunSpec, rank: int, group: ProcessGroup, compute: Compute) -> None:

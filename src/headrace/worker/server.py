@@ -12,7 +12,7 @@ from msgspec import structs
 
 from headrace.data.loading.loader import as_pipeline
 from headrace.data.pipeline.order import Rounds
-from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost, user_traceback
+from headrace.errors import CorruptCheckpoint, PeerLost, user_traceback
 from headrace.machine.limits import explained
 from headrace.machine.resources import peak_resident_bytes, resident_bytes
 from headrace.parameter_server.planning import ServerProcess
@@ -27,7 +27,7 @@ from headrace.spec.events import Failed, Notice, RowsHeld, ServerEnded, ServerSt
 from headrace.spec.parameter_sets import one_optimizer
 from headrace.spec.plan import Plan
 from headrace.strategies.served import ServedStrategy, ServerContext
-from headrace.worker.events import EventWriter
+from headrace.worker.events import EventWriter, failure_of
 from headrace.worker.guards.caller import take_settings
 from headrace.worker.loops.leased import next_sync_point
 from headrace.worker.run_spec import SNAPSHOTS, ResumePoint, RunSpec
@@ -102,8 +102,7 @@ def serve(
 def _failure(rank: int, time_s: float, error: BaseException) -> Failed:
     told = explained(error)
     shown = user_traceback(error, fallback=True) if told is error else ""
-    code = told.exit_code if isinstance(told, HeadraceError) else 1
-    return Failed(rank, time_s, 0, f"{type(told).__name__}: {told}", shown, code)
+    return failure_of(rank, time_s, 0, told, shown)
 
 
 class _Snapshotting:

@@ -159,19 +159,18 @@ def _finish(answer: Answer, run_dir: Path, interrupted: bool, verbose: bool) -> 
         # Lazily: `--help` need not wait for reports.
         from headrace.report.model.summary import summarize
 
-        then = None if verbose else shlex.join(_next(run_dir, interrupted))
+        then = None if verbose else _next(run_dir, interrupted)
         show_run(answer, summarize(run_dir), run_dir, short=then)
     if interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
 
 
-def _next(run_dir: Path, interrupted: bool) -> list[str]:
+def _next(run_dir: Path, interrupted: bool) -> str:
     """Returns what to type next: how to go on with a run that was ended, else how to see it."""
-    if not interrupted:
-        return ["headrace", "report", str(run_dir)]
-    words = [each for each in sys.argv[1:] if each not in ("--resume", "--watch")]
-    named = any(each.partition("=")[0] == "--run-dir" for each in words)
-    return ["headrace", *words, *(() if named else ("--run-dir", str(run_dir))), "--resume"]
+    from headrace.report.model.ending import resuming_command
+
+    going_on = resuming_command(shlex.join(["headrace", *sys.argv[1:]]), run_dir) if interrupted else ""
+    return going_on or shlex.join(["headrace", "report", str(run_dir)])
 
 
 def _keep_prediction(

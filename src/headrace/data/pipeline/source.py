@@ -183,8 +183,7 @@ def require_whole(what: str, value: Any, least: int = 1, remedy: str = "") -> No
 
 def unreadable(which: str, who: str, error: Exception) -> DataError:
     """Returns the error for an example that user code could not read or transform."""
-    return DataError(
-        f"{which} cannot be had: {who} raised {type(error).__name__}: {error}; "
+    return DataError(f"{which} cannot be had: {who} raised {type(error).__name__}: {error}").with_remedy(
         "repair that example, or leave it out of the data"
     )
 

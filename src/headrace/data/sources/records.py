@@ -241,9 +241,8 @@ class _Records(_RecordSource):
         content = self._files[at].read(start, length + _FOOT.size)
         if _checksum(content[:length]) != _FOOT.unpack_from(content, length)[0]:
             raise DataError(
-                f"{self.key(index)} has a wrong checksum: its {length:,} bytes are not what was written; write the "
-                "file again, or on_error('skip')"
-            )
+                f"{self.key(index)} has a wrong checksum: its {length:,} bytes are not what was written"
+            ).with_remedy("write the file again, or on_error('skip')")
         return content[:length]
 
     def nbytes(self, index: int) -> int:

@@ -313,6 +313,12 @@ class ForkServer:
         return UnfitMachine(f"the process that imports torch for the workers could not begin: {ended}; see above")
 
 
+def unsaid(rank: int, code: int) -> tuple[str, str]:
+    """Returns cause and remedy where a process has ended with a code and has said nothing."""
+    said = f"exit code {code} without an error of its own (os._exit?)"
+    return said, f"the end of its log may say why: logs/rank-{rank}.log of the run"
+
+
 def describe_end(code: int) -> str:
     """Returns how a process has ended, in words, from its exit code."""
     if code >= 0:

@@ -22,13 +22,13 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from headrace.engine.base import LivenessProbe, RunProgress
-from headrace.engine.local.fork_server import NOT_STARTED, ForkServer, describe_end
+from headrace.engine.local.fork_server import NOT_STARTED, ForkServer, describe_end, unsaid
 from headrace.engine.local.scaling import ListedWorker, ScaleRequests, changed_workers
 from headrace.errors import PeerLost, UnfitMachine, UsageError, WorkerFailed
 from headrace.machine import disk
 from headrace.machine.disk import disk_fails, is_full, unless
 from headrace.machine.limits import explained, too_many_threads
-from headrace.spec.events import LAUNCHER, BackupReady, Failed, Lost, Notice, decode
+from headrace.spec.events import ENDS_EARLY, LAUNCHER, BackupReady, Failed, Lost, Notice, decode
 from headrace.spec.plan import outlives_workers
 from headrace.worker.run_spec import RunSpec, events_path, last_line, lines_of_kind, log_path
 
@@ -106,6 +106,9 @@ class Monitor:
                     if self._page.stop:
                         raise
                     self._page.stop = 1
+            if self._page.stopped_by:
+                text = f"{ENDS_EARLY}SIGTERM came to rank {self._page.stopped_by - 1}"
+                self._events.write(Notice(LAUNCHER, self._events.now(), text))
         finally:
             self._kill()
             self._events.close()
@@ -282,7 +285,8 @@ class Monitor:
             failures = [self._unsaid(rank, code)]
         first = min(failures, key=lambda failure: failure.time_s)
         host, part = self._spec.plan.role(first.rank).host, self._spec.plan.part_of(first.rank)
-        raise WorkerFailed(first.rank, host, first.cause, first.traceback, first.exit_code, part)
+        failed = WorkerFailed(first.rank, host, first.cause, first.traceback, first.exit_code, part)
+        raise failed.with_remedy(first.remedy)
 
     def _end_of(self, rank: int, code: int) -> str:
         """Returns how a process has ended, with what its log says of threads where a library has ended it."""
@@ -308,10 +312,11 @@ class Monitor:
             return Failed(rank, 0.0, 0, f"exit code {code}; {gone}", "")
         if isinstance(problem := explained(RuntimeError(log)), UnfitMachine):
             return Failed(rank, 0.0, 0, str(problem), "", problem.exit_code)
-        cause = f"exit code {code} without an error of its own (os._exit?); the end of its log follows"
+        cause, remedy = unsaid(rank, code)
         if is_full(run_dir):
             cause = f"No space left on device: the disk of {run_dir} is full, also for its own error (exit code {code})"
-        return Failed(rank, 0.0, 0, cause, log)
+            remedy = "make room on it"
+        return Failed(rank, 0.0, 0, cause, log, remedy=remedy)
 
     def _abort(self, rank: int) -> None:
         if not self._page.abort:

@@ -76,7 +76,7 @@ def _run_worker(request: Mapping[str, Any], descriptors: list[int]) -> int:
     page = ControlPage(SharedSegment(control, ControlPage.nbytes(request["ranks"])), request["ranks"])
     _start_heartbeat(page, rank, lifeline)
     # SIGTERM to one worker asks the whole run to end in order, with a checkpoint.
-    signal.signal(signal.SIGTERM, lambda *_: setattr(page, "stop", 1))
+    signal.signal(signal.SIGTERM, lambda *_: _ask_to_end(rank, page))
     with os.fdopen(code, "rb") as pipe:
         packed = pipe.read()
     spec = _unpack(packed, data[0] if data else -1, request, page.ranks[rank].last_event)
@@ -112,6 +112,11 @@ def _run_worker(request: Mapping[str, Any], descriptors: list[int]) -> int:
     work(spec, rank, group, page)
     group.close()
     return 0
+
+
+def _ask_to_end(rank: int, page: ControlPage) -> None:
+    if not page.stop:
+        page.stopped_by, page.stop = rank + 1, 1
 
 
 def _unpack(packed: bytes, memory: int, request: Mapping[str, Any], last_event: LastEvent) -> RunSpec:

@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any
 
 from headrace.engine.base import LEFT, RunProgress, Stoppable
-from headrace.engine.local.fork_server import describe_end
+from headrace.engine.local.fork_server import describe_end, unsaid
 from headrace.engine.local.scaling import ListedWorker, ScaleRequests, changed_workers
 from headrace.engine.ray.nodes import names_of, require_versions
 from headrace.engine.torchrun.failover import expendable_ranks
@@ -291,12 +291,13 @@ class RankWatch:
 
     def _failed(self, rank: int, ended: Mapping[str, Any]) -> WorkerFailed:
         plan = self._spec.plan
-        cause = f"exit code {ended['code']} without an error of its own (os._exit?); the end of its log follows"
+        cause, remedy = unsaid(rank, ended["code"])
         shown = ended["log"]
         if "error" in ended:
+            remedy = ""
             cause, shown = f"{ended['error']}: {ended['message']}", ended["traceback"]
         code = ended.get("exit_code", 1)
-        return WorkerFailed(rank, plan.role(rank).host, cause, shown, code, plan.part_of(rank))
+        return WorkerFailed(rank, plan.role(rank).host, cause, shown, code, plan.part_of(rank)).with_remedy(remedy)
 
     def _raise_failure(self) -> None:
         plan = self._spec.plan

@@ -265,7 +265,7 @@ def summarize(run_dir: Path | str, log: EventLog | None = None) -> Summary:
 
 def _outcome(run_dir: Path, last: Attempt, count: int, torn_lines: int) -> Outcome:
     failure = next(of_kind(Failed, last.events), None)
-    ended = last_word(run_dir, next(of_kind(RunEnded, last.events), None), failure)
+    ended = last_word(run_dir, next(of_kind(RunEnded, last.events), None), failure, last.started)
     workers = tuple(of_kind(WorkerStarted, last.events))
     started: list[WorkerStarted | ServerStarted] = [*workers]
     started += of_kind(ServerStarted, last.events)

@@ -99,8 +99,7 @@ class RunStarted(Event, frozen=True, tag="run_started"):
             all attempts follow each other in the same files, on one clock.
         resumed_leases: half-open ranges of data leases beyond `resumed_step` that are not repeated.
         job: the file that it was read from; None where a program made it.
-        rounds: that the job has; 0 where it is not known.
-        cores: that the processes on the launcher's host may use; 0 where it is not known.
+        rounds, cores: of the job, and those that processes on the launcher's host may use; 0 where not known.
         command: that has started it, as a shell reads it.
         model, optimizer: of the job, in a few words.
     """
@@ -134,13 +133,14 @@ class Notice(Event, frozen=True, tag="notice"):
 class Failed(Event, frozen=True, tag="failed"):
     """An error of a worker or server: its cause in one line, and the traceback from the first frame of user code on.
 
-    `exit_code` is that of the command line.
+    `exit_code` is that of the command line; `remedy` what to do, "" where that is in the cause, or not known.
     """
 
     step: Int64
     cause: str
     traceback: str = ""
     exit_code: Int64 = 1
+    remedy: str = ""
 
     def __repr__(self) -> str:
         # Without the traceback, which has many lines.
@@ -191,8 +191,7 @@ class RunEnded(Event, frozen=True, tag="run_ended"):
 
     Attributes:
         status: "ok", "failed" or "interrupted".
-        cause: what has ended it, with the numbers; "" where all rounds are done.
-        remedy: what to do next; "" where that is in the cause, or not known.
+        cause, remedy: what has ended it, with the numbers, and what to do next; "" where there is nothing to say.
     """
 
     status: str

@@ -35,12 +35,13 @@ def explained(error: BaseException, run: RunSpec, role: Role, session: WorkerSes
     where = f"{role.device} of {role.host}"
     if isinstance(error, UnfitMachine):
         # What explains itself, a stage.
-        return UnfitMachine(f"{where}, step {session.progress.begun + 1 if session else 0}: {error}")
+        begun = session.progress.begun + 1 if session else 0
+        return UnfitMachine(f"{where}, step {begun}: {error.what()}").with_remedy(error.remedy)
     module = session.replica.compute.module if session else None
     phase, layer = _place(error, module)
     if session is None or module is None:
-        return UnfitMachine(
-            f"{where} ran out of memory {_BUILDING}: {_said(error)}. What needs less: {_fewer_copies(run, role)}"
+        return UnfitMachine(f"{where} ran out of memory {_BUILDING}: {_said(error)}").with_remedy(
+            f"what needs less: {_fewer_copies(run, role)}"
         )
     share, options = session.progress.share, run.job.options
     of = f"of {share.examples} examples" if share.examples else "without examples"
@@ -51,8 +52,8 @@ def explained(error: BaseException, run: RunSpec, role: Role, session: WorkerSes
     held = _held(session, module, role)
     amounts = ", ".join(f"{name} {count:,}" for name, count in held.items())
     less = "; ".join(_remedies(run, role, held, phase, -(-share.examples // max(1, options.accumulate))))
-    return UnfitMachine(
-        f"{where} ran out of memory {step}{at}: {_said(error)}. In bytes: {amounts}. What needs less: {less}"
+    return UnfitMachine(f"{where} ran out of memory {step}{at}: {_said(error)}. In bytes: {amounts}").with_remedy(
+        f"what needs less: {less}"
     )
 
 
