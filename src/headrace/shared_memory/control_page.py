@@ -282,13 +282,8 @@ class ControlPage(Structure):
     change_after: int
     rate_after: int
     stopped_by: int
-    _fields_ = [
-        (name, c_int64)
-        for name in (
-            *("abort", "apart", "stop", "stop_after", "save_after", "change_after", "rate_after"),
-            "stopped_by",
-        )
-    ]
+    _RUNS = ("abort", "apart", "stop", "stop_after", "save_after", "change_after", "rate_after", "stopped_by")
+    _fields_ = [(name, c_int64) for name in _RUNS]
 
     def __new__(cls, segment: SharedSegment, ranks: int) -> ControlPage:
         return cls.from_buffer(segment.memory)

@@ -41,10 +41,10 @@ def set_length(descriptor: int, nbytes: int, label: str) -> None:
     except OSError as error:
         if error.errno != errno.EFBIG:
             raise
-        raise UnfitMachine(
-            f"the {label} segment needs {nbytes:,} bytes of shared memory, and the limit of file sizes (RLIMIT_FSIZE) "
-            "is below that"
-        ).with_remedy("raise it, such as by `ulimit -f unlimited`") from error
+        needs = f"the {label} segment needs {nbytes:,} bytes of shared memory"
+        raise UnfitMachine(f"{needs}, and the limit of file sizes (RLIMIT_FSIZE) is below that").with_remedy(
+            "raise it, such as by `ulimit -f unlimited`"
+        ) from error
 
 
 _LARGE_BYTES = 4 << 20
