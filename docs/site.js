@@ -1,5 +1,5 @@
-// Tables and code that are wider than the page can be scrolled by keys: a browser scrolls what has the focus.
-const WIDE = ".md-typeset__scrollwrap, pre > code";
+// Tables, code and pictures that are wider than the page can be scrolled by keys: a browser scrolls what has the focus.
+const WIDE = ".md-typeset__scrollwrap, pre > code, p:has(> picture)";
 
 function letKeysScroll() {
   for (const each of document.querySelectorAll(WIDE)) {

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import inspect
 import re
 import shlex
@@ -244,6 +245,25 @@ def test_the_pictures_are_what_the_scripts_draw(tmp_path: Path) -> None:
         for ground in ("light", "dark"):
             file = f"{name.removeprefix('draw_')}-{ground}.svg"
             assert (tmp_path / file).read_text() == (DOCS / "images" / file).read_text()
+
+
+def test_the_gallery_has_every_picture_with_the_commands_that_make_it() -> None:
+    given = importlib.util.spec_from_file_location("shoot", DOCS / "images" / "shoot.py")
+    assert given is not None
+    assert given.loader is not None
+    shoot = importlib.util.module_from_spec(given)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "shoot", shoot)  # a dataclass looks for the module that it is in
+        given.loader.exec_module(shoot)
+    sections = (DOCS / "gallery.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    shown = {re.findall(r'src="images/(\w+)-light.png"', text)[0]: text.replace("\\\n    ", "") for text in sections}
+    assert list(shown) == list(shoot.SHOTS)
+    for name, shot in shoot.SHOTS.items():
+        assert f'srcset="images/{name}-dark.png"' in shown[name]
+        assert [line for line in shot.command.split(" && ") if f"\n{line}\n" not in shown[name]] == []
+    pictures = [file for name in shoot.SHOTS for file in (DOCS / "images").glob(f"{name}-*.png")]
+    assert len(pictures) == 2 * len(shoot.SHOTS)
+    assert sum(file.stat().st_size for file in pictures) < 1_500_000
 
 
 def test_the_table_of_errors_is_the_tree_of_the_code() -> None:

@@ -93,9 +93,13 @@ def test_names_that_share_a_line_are_rows_of_the_reference(site: Path) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_axe_finds_no_serious_fault_on_the_site(site: Path, tmp_path: Path) -> None:
     with browser(tmp_path) as tab:
-        for page in ("index", "guide/strategies", "answers/which-strategy-for-which-hardware", "api/strategies"):
+        for page in (
+            *("index", "gallery", "cookbook", "troubleshooting", "guide/strategies", "api/strategies"),
+            *("answers/which-strategy-for-which-hardware", "es/quiz"),
+        ):
             for width, dark in ((1280, False), (390, True)):
                 tab.open((site / f"{page}.html").as_uri(), width, dark)
+                assert tab.value("document.body.dataset.mdColorScheme") == ("slate" if dark else "default")
                 assert [each for each in faults(tab) if each.startswith(("serious", "critical"))] == [], (page, width)
 
 
