@@ -270,8 +270,8 @@ class ControlPage(Structure):
     Where that rank lives and does not reach another one, `apart` is 1 + the other one, and was written before `abort`.
     Rank 0 writes `stop_after`, 1 + the last round to do, `save_after`, 1 + the last round to save after,
     `change_after`, 1 + the last round before members join or leave, and `rate_after`, 1 + the last round before the
-    learning rate changes, in that round, before its barrier. A process that is asked alone to end the run writes
-    `stopped_by`, 1 + its rank, and then `stop`. All are 0 while there is nothing to tell.
+    learning rate changes, in that round, before its barrier. Who is asked alone to end the run writes `stopped_by`, 1 +
+    its rank, before `stop`. All are 0 while there is nothing to tell.
     """
 
     abort: int

@@ -41,10 +41,8 @@ def set_length(descriptor: int, nbytes: int, label: str) -> None:
     except OSError as error:
         if error.errno != errno.EFBIG:
             raise
-        needs = f"the {label} segment needs {nbytes:,} bytes of shared memory"
-        raise UnfitMachine(f"{needs}, and the limit of file sizes (RLIMIT_FSIZE) is below that").with_remedy(
-            "raise it, such as by `ulimit -f unlimited`"
-        ) from error
+        what = f"the {label} segment needs {nbytes:,} bytes, and the limit of file sizes (RLIMIT_FSIZE) is below that"
+        raise UnfitMachine(what).with_remedy("raise it, such as by `ulimit -f unlimited`") from error
 
 
 _LARGE_BYTES = 4 << 20
