@@ -94,7 +94,7 @@ def test_a_limit_of_file_sizes_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(os, "ftruncate", refuse)
     before = descriptors()
-    with pytest.raises(UnfitMachine, match=r"test segment needs 4,096 bytes .*RLIMIT_FSIZE.*ulimit -f unlimited"):
+    with pytest.raises(UnfitMachine, match=r"test segment needs 4,096 bytes.*RLIMIT_FSIZE.*ulimit -f unlimited"):
         SharedSegment.create(4_096, "test")
     assert descriptors() <= before
 

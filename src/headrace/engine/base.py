@@ -58,10 +58,7 @@ ECHO_S = 1.0
 
 @dataclass(frozen=True)
 class RunProgress:
-    """How far a run is; `loss` is the last of the first rank that has one, None before.
-
-    `stops` says whether it was asked to end after this round.
-    """
+    """How far a run is, and whether it `stops` soon; `loss` is the last of the first rank that has one, None before."""
 
     step: int
     loss: float | None
@@ -73,8 +70,8 @@ class RunProgress:
         """Returns the progress that the ranks' heartbeats tell."""
         heartbeats = [record.heartbeat for record in page.ranks]
         loss = next((heartbeat.loss for heartbeat in heartbeats if heartbeat.loss), None)
-        examples = sum(each.examples for each in heartbeats)
-        return cls(max(each.step for each in heartbeats), loss, examples, bool(page.stop))
+        step, examples = max(each.step for each in heartbeats), sum(each.examples for each in heartbeats)
+        return cls(step, loss, examples, bool(page.stop))
 
 
 _FOLLOW_EVERY_S = 0.5

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from headrace.data.loading.loader import InputCounters
-from headrace.errors import HeadraceError, UsageError
+from headrace.errors import UsageError
 from headrace.machine.disk import disk_fails, takes_no_more, unless
 from headrace.shared_memory.control_page import LastEvent
 from headrace.spec.events import (
@@ -162,14 +162,6 @@ class EventWriter:
             self.flush()
         finally:
             os.close(self._file)
-
-
-def failure_of(rank: int, time_s: float, step: int, error: BaseException, traceback: str) -> Failed:
-    """Returns the event of an error that ends a process."""
-    if not isinstance(error, HeadraceError):
-        return Failed(rank, time_s, step, f"{type(error).__name__}: {error}", traceback)
-    cause = f"{type(error).__name__}: {error.what()}"
-    return Failed(rank, time_s, step, cause, traceback, error.exit_code, error.remedy)
 
 
 def write_for_launcher(run: RunSpec, kind: Callable[..., Event], *fields: object) -> None:

@@ -17,12 +17,12 @@ from headrace.checkpoint.model_file import save_in_parts
 from headrace.checkpoint.trained_model import save_model
 from headrace.collectives.base import ProcessGroup, gather_texts, moved_bytes_of
 from headrace.devices import HOST
-from headrace.errors import HeadraceError, PeerLost, UnfitMachine, UsageError, user_traceback
-from headrace.machine.limits import explained, out_of_memory
+from headrace.errors import PeerLost, UnfitMachine, UsageError
+from headrace.machine.limits import out_of_memory
 from headrace.machine.resources import peak_resident_bytes, resident_bytes
 from headrace.modules import is_dense, not_sent, parameters_and_buffers, stateful_modules
 from headrace.shared_memory.control_page import ControlPage
-from headrace.spec.events import Failed, Notice, RowsHeld, RowsRead, WorkerEnded, WorkerStarted
+from headrace.spec.events import Notice, RowsHeld, RowsRead, WorkerEnded, WorkerStarted
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan, Role, device_kinds
 from headrace.training.compute import Compute
@@ -33,8 +33,9 @@ from headrace.training.synchronization import DataLeases, PeriodicSync
 from headrace.trees import as_bytes
 from headrace.worker.attributes import SameBuild
 from headrace.worker.control import RunControl
-from headrace.worker.events import EventWriter, InputReporter, failure_of
+from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.guards.caller import take_settings
+from headrace.worker.guards.failure import failure_of
 from headrace.worker.guards.witness import require_same_results
 from headrace.worker.loops.base import Loop
 from headrace.worker.loops.rounds import LockstepLoop, PeriodicLoop
@@ -105,7 +106,8 @@ def work(
         raise
     except BaseException as error:
         better = _explained(error, run, rank, session)
-        events.write_last(_failed(rank, session, events, better), page.ranks[rank].last_event)
+        step = max(0, session.progress.round) if session else 0
+        events.write_last(failure_of(rank, events.now(), step, better), page.ranks[rank].last_event)
         raise better from (error.__cause__ if better is error else error)
     finally:
         events.flush()
@@ -282,14 +284,6 @@ def _tell_rows(session: WorkerSession) -> None:
         events.write(read)
         if rank == 0 and read.line:
             events.write(Notice(rank, events.now(), read.line))
-
-
-def _failed(rank: int, session: WorkerSession | None, events: EventWriter, error: BaseException) -> Failed:
-    step, error = max(0, session.progress.round) if session else 0, explained(error)
-    # An error of headrace needs no traceback, but its cause in user code does.
-    origin = error.__cause__ if isinstance(error, HeadraceError) else error
-    shown = user_traceback(origin, fallback=True) if origin else ""
-    return failure_of(rank, events.now(), step, error, shown)
 
 
 def leave_model(run: RunSpec, rank: int, group: ProcessGroup, compute: Compute) -> None:

@@ -12,8 +12,7 @@ from msgspec import structs
 
 from headrace.data.loading.loader import as_pipeline
 from headrace.data.pipeline.order import Rounds
-from headrace.errors import CorruptCheckpoint, PeerLost, user_traceback
-from headrace.machine.limits import explained
+from headrace.errors import CorruptCheckpoint, PeerLost
 from headrace.machine.resources import peak_resident_bytes, resident_bytes
 from headrace.parameter_server.planning import ServerProcess
 from headrace.parameter_server.replication.failover import primary_address, process_number, server_of
@@ -23,12 +22,13 @@ from headrace.parameter_server.replication.transport import ReplicatedTransport
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.server.snapshots import Snapshots, SnapshotSet, read
 from headrace.shared_memory.control_page import ControlPage
-from headrace.spec.events import Failed, Notice, RowsHeld, ServerEnded, ServerStarted, ServerStats, SnapshotTaken
+from headrace.spec.events import Notice, RowsHeld, ServerEnded, ServerStarted, ServerStats, SnapshotTaken
 from headrace.spec.parameter_sets import one_optimizer
 from headrace.spec.plan import Plan
 from headrace.strategies.served import ServedStrategy, ServerContext
-from headrace.worker.events import EventWriter, failure_of
+from headrace.worker.events import EventWriter
 from headrace.worker.guards.caller import take_settings
+from headrace.worker.guards.failure import failure_of
 from headrace.worker.loops.leased import next_sync_point
 from headrace.worker.run_spec import SNAPSHOTS, ResumePoint, RunSpec
 
@@ -89,7 +89,7 @@ def serve(
     except PeerLost:
         raise
     except BaseException as error:
-        events.write_last(_failure(rank, events.now(), error), page.ranks[rank].last_event)
+        events.write_last(failure_of(rank, events.now(), 0, error), page.ranks[rank].last_event)
         raise
     finally:
         if snapshots is not None:
@@ -97,12 +97,6 @@ def serve(
         if server is not None:
             server.close()
         events.close()
-
-
-def _failure(rank: int, time_s: float, error: BaseException) -> Failed:
-    told = explained(error)
-    shown = user_traceback(error, fallback=True) if told is error else ""
-    return failure_of(rank, time_s, 0, told, shown)
 
 
 class _Snapshotting:
