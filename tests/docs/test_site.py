@@ -7,6 +7,7 @@ import html
 import importlib
 import json
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -181,6 +182,22 @@ def test_the_search_of_a_page_is_in_its_language(site: Path, tmp_path: Path) -> 
             found = tab.until(f"((found) => found.length && found)({LINKS})")
             assert {"/es/" in link for link in found} == {page.startswith("es/")}
         server.shutdown()
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_the_pages_are_printed_as_one_file_whose_links_lead_somewhere(site: Path, tmp_path: Path) -> None:
+    text = str(runpy.run_path(str(ROOT / "docs" / "pdf.py"))["joined"](site))
+    named = set(re.findall(r'\bid="([^"]+)"', text))
+    leads_to = re.findall(r'href="#([^"]+)"', text)
+    assert len(leads_to) > 500
+    assert sorted(set(leads_to) - named) == []
+    assert text.count("<h1") > 80
+    printed = tmp_path / "all.pdf"
+    subprocess.run([sys.executable, ROOT / "docs" / "pdf.py", site, printed], check=True, timeout=120)
+    assert printed.read_bytes().startswith(b"%PDF-")
+    assert printed.stat().st_size > 1_000_000
 
 
 class Page(HTMLParser):
