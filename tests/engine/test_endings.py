@@ -212,7 +212,7 @@ def test_a_full_disk(engine: LocalEngine, tmp_path: Path) -> None:
         with pytest.raises(hr.errors.WorkerFailed) as caught:
             hr.fit(make_job(epochs=25), PAIR, engine=engine, run_dir=run_dir, checkpoints=OFTEN, on_event=fill)
         assert caught.value.worker_exit_code == 3
-        kept = Path(caught.value.what().rpartition("it is kept in ")[2])
+        kept = Path(caught.value.remedy.partition("it is kept in ")[2].partition(";")[0])
         assert kept.is_file()
         shutil.rmtree(kept.parent)
         write_error(terminal, caught.value)

@@ -64,9 +64,8 @@ def save_model(
         spare = _keep(dense, path.name, place[0])
         then = f"it is kept in {spare}" if spare else f"make room there, then {remedy}"
         who = f"rank {place[0]} on {place[1]}"
-        raise UnfitMachine(
-            f"{who} cannot save the trained model, {size:,} bytes, in {path.parent}: {error}; {then}"
-        ) from None
+        what = f"{who} cannot save the trained model, {size:,} bytes, in {path.parent}: {error}"
+        raise UnfitMachine(what).with_remedy(then) from None
 
 
 def _write(tensors: Mapping[str, Tensor], path: Path, rank: int) -> Path:

@@ -78,10 +78,9 @@ class EventWriter:
         """Appends a process's last event; where the file does not take it, it is left in the control page."""
         self.write(event)
         if self.problem:
-            short: Event = event
             if isinstance(event, Failed):
-                short = replace(event, traceback="", cause=event.cause[:_SHORT], remedy=event.remedy[:_SHORT_REMEDY])
-            record.publish(encode(short))
+                event = replace(event, traceback="", cause=event.cause[:_SHORT], remedy=event.remedy[:_SHORT_REMEDY])
+            record.publish(encode(event))
 
     def stepped(
         self,

@@ -14,6 +14,7 @@ from typing import Any
 from headrace.api.run import Run
 from headrace.cli import run as command_line
 from headrace.report.model.glance import glanced
+from headrace.report.model.summary import summarize
 from headrace.watch.state import WatchedRun
 from watch.made import read
 
@@ -40,13 +41,14 @@ class Places:
 
 def places_of(run_dir: Path, terminal: str | None) -> Places:
     """Returns all places; `terminal` is what the command has said, None where it could not."""
-    run = Run(None, None, run_dir, "", None)  # type: ignore[arg-type]  # read from its files alone
+    status = summarize(run_dir).status
+    run = Run(None, None, run_dir, status, None)  # type: ignore[arg-type]  # read from its files alone
     page = run_dir / "page.html"
     report = StringIO()
     with redirect_stdout(report):
         assert command_line(["report", str(run_dir), "--out", str(page)]) == 0
     watched = read(WatchedRun(run_dir)).details(-1)["run"]
-    assert run.summary.status == watched["status"] == glanced(run_dir)["status"]
+    assert status == watched["status"] == glanced(run_dir)["status"]
     texts = {
         "report": report.getvalue(),
         "page's first line": text_of(page.read_text().partition('<p class="lede')[2].partition("</p>")[0]),
