@@ -51,7 +51,7 @@ class Shot:
 _TRAIN = "headrace train examples/digits/job.py --run-dir runs/a"
 _MODEL = "examples/simulate/model.toml --cluster examples/simulate/cluster.toml --global-batch-size 512"
 SHOTS = {
-    "compare": Shot("headrace compare examples/digits/job.py --workers 2 --run-dir runs", "runs/report.html"),
+    "compare": Shot("headrace compare examples/digits/job.py --workers 2 --run-dir runs", "runs/report.html", 856),
     "report": Shot(f"{_TRAIN} --strategy mirrored --workers 2 && headrace report runs/a", "runs/a/report.html", 960),
     "watch": Shot(f"{_TRAIN} --strategy mirrored --workers 2 --set epochs=100000", "watch", 900),
     "stages": Shot(
