@@ -171,7 +171,7 @@ assert.deepEqual(parser.push('data: {"a"'), []);
 assert.deepEqual(parser.push(': 1}\\n\\nevent: end\\nda'), [{ event: "message", data: '{"a": 1}' }]);
 assert.deepEqual(parser.push("ta: {}\\n\\n"), [{ event: "end", data: "{}" }]);
 assert.deepEqual([0, 0.03125, 4.5678, 4312.3, 431000, null].map(short), ["0", "0.0313", "4.57", "4312", "431k", "–"]);
-assert.deepEqual([1e12, 9.99e14, 1e15, -3.2e38].map(short), ["1.00T", "999T", "1.00e+15", "-3.20e+38"]);
+assert.deepEqual([1e12, 9.99e14, 1e15, -3.2e38].map(short), ["1.00T", "999T", "1e+15", "-3.2e+38"]);
 assert.deepEqual([12, 1.69e6, null].map(bytes), ["12 B", "1.69 MB", "–"]);
 assert.deepEqual([0.0123, 8.31, 245, 11520].map(duration), ["12.3 ms", "8.3 s", "4 min 05 s", "3 h 12 min"]);
 assert.deepEqual(ticks(0, 10, 4), [0, 5, 10]);

@@ -68,7 +68,8 @@ class Journal:
             case Notice():
                 kind, text = "notice", event.text
             case Failed():
-                kind, text, detail = "failed", f"{event.cause} (at step {event.step})", event.traceback
+                at = "" if "at step" in event.cause else f" (at step {event.step})"
+                kind, text, detail = "failed", f"{event.cause}{at}", event.traceback
             case Lost():
                 kind, text = "lost", event.line
             case NonFinite():

@@ -63,5 +63,5 @@ def text_of(html: str) -> str:
 
 
 def closed(text: str) -> str:
-    """Returns a text without its spaces: a terminal breaks lines, also inside a long path."""
-    return re.sub(r"\s", "", text)
+    """Returns a text without spaces and backticks: a terminal breaks lines, and pages have code in their place."""
+    return re.sub(r"[\s`]", "", text)

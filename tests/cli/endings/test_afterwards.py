@@ -19,9 +19,21 @@ from headrace.report.model.events import read_events
 from headrace.spec.events import RunStarted
 from storm.disks import Disk
 from storm.schedule import Fault
+from watch.browser import CHROMIUM, browser
 
 pytestmark = pytest.mark.slow
 FULL = Fault("full disk", 0, 0)
+CHARTS = (
+    "[...document.querySelectorAll('.chart > svg')].filter((each) => each.clientWidth && each.querySelector('.axis'))"
+)
+BORDER = "getComputedStyle(document.querySelector('#headline')).borderLeftColor"
+RED = """(() => {
+  const made = document.createElement("i");
+  made.style.color = "var(--bad)";
+  document.querySelector("p").append(made);
+  return getComputedStyle(made).color;
+})()"""
+"""The colour of failures, as the browser writes it."""
 
 
 def starts(run: Running) -> list[RunStarted]:
@@ -130,3 +142,29 @@ def test_events_that_find_no_room(tmp_path: Path) -> None:
         assert [name for name, text in found.texts.items() if closed(lost) in closed(text)] == ["report", "terminal"]
     finally:
         disk.close()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_page_shows_it_first_and_in_each_chart(tmp_path: Path, width: int, dark: bool) -> None:
+    run = killed(tmp_path)
+    words = places_of(run.run_dir, run.said()).run.summary.outcome.words
+    with running(tmp_path, ["headrace", "watch", run.run_dir, "--port", "0"]) as watch, browser(tmp_path) as tab:
+        watch.wait_for(lambda: "http://" in watch.said())
+        (address,) = re.findall(r"http://\S+", watch.said())
+        tab.open(address, width, dark)
+        told = tab.until("document.querySelector('#headline.alert')?.innerText")
+        assert closed(words) in closed(told)
+        assert tab.value(BORDER) == tab.value(RED)
+        below = "document.querySelector('#headline').getBoundingClientRect().top"
+        assert 0 < tab.value(below) < 200
+        tab.value("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+        tab.until(f"{CHARTS}.length > 1 && {CHARTS}.every((each) => each.querySelector('.mark title'))")
+        tab.until("document.querySelector('#lanes-canvas canvas').getAttribute('aria-label')?.includes('was lost')")
+        assert tab.errors == []
+        tab.open(run.run_dir.joinpath("page.html").as_uri(), width, dark)
+        assert closed(words) in closed(tab.value("document.querySelector('h1 + .lede.alert').innerText"))
+        assert tab.value(BORDER.replace("#headline", ".lede")) == tab.value(RED)
+        watch.signal(signal.SIGINT)

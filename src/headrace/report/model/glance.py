@@ -59,7 +59,7 @@ class Brief:
         """What is odd about a run that ends well: a loss that rose, more processes than cores; "" else."""
         found = []
         first, last = self.losses
-        if first is not None and last is not None and first > 0 and last > _DIVERGED * first:
+        if self.status != "failed" and first is not None and last is not None and 0 < _DIVERGED * first < last:
             found.append(
                 f"the training loss ended at {short(last)}, {short(last / first)} × where it began: "
                 "it has diverged; lower the learning rate, or clip the gradients (Options(clip_norm=1.0))"

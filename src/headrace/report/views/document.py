@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
@@ -28,12 +29,17 @@ def write_document(path: Path, title: str, body: Iterable[str]) -> Path:
     return path
 
 
-def page_header(eyebrow: str, heading: str, lede: str = "", facts: Iterable[tuple[str, str]] = ()) -> str:
-    """Returns the head of a page: its name, a sentence, and what is known at once."""
+_CODE, _AS_CODE = re.compile("`([^`]+)`"), r"<code>\1</code>"
+
+
+def page_header(
+    eyebrow: str, heading: str, lede: str = "", facts: Iterable[tuple[str, str]] = (), mood: str = "lede"
+) -> str:
+    """Returns the head of a page: its name, a sentence of the class `mood`, and what is known at once."""
     pairs = "".join(f"<div>{_definition(*each)}</div>" for each in facts)
     return (
         f'<header>\n<p class="eyebrow">{eyebrow}</p>\n<h1>{html_text(heading)}</h1>\n'
-        + (f'<p class="lede">{html_text(lede)}</p>\n' if lede else "")
+        + (f'<p class="{mood}">{_CODE.sub(_AS_CODE, html_text(lede))}</p>\n' if lede else "")
         + (f'<dl class="facts">{pairs}</dl>\n' if pairs else "")
         + "</header>"
     )

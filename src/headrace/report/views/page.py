@@ -146,7 +146,11 @@ def _header(title: str, summaries: Sequence[Summary], references: References) ->
     batches = dict.fromkeys(str(each.started.global_batch_size) for each in summaries)
     sets = dict.fromkeys(f"{each.started.examples_per_epoch:,} examples" for each in summaries)
     if len(summaries) == 1:
-        return page_header("headrace", title, lede, brief_of(summaries[0]).tiles)
+        ended = summaries[0].outcome.words and summaries[0].status
+        mood = {"failed": "lede alert", "unfinished": "lede alert", "interrupted": "lede alert asked"}.get(
+            ended, "lede"
+        )
+        return page_header("headrace", title, lede, brief_of(summaries[0]).tiles, mood)
     facts = (
         ("started", first.started_at.replace("T", " ", 1)),
         (

@@ -15,6 +15,7 @@ _GROUND = {
     "quiet": ("#59626d", "#9aa4af"),
     "grid": ("#e1e5ea", "#2c333b"),
     "paper": ("#ffffff", "#14181d"),
+    "bad": ("#b3261e", "#ff8a80"),
 }
 
 _SERIES = (

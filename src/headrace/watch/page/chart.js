@@ -8,14 +8,16 @@ export function short(value) {
   if (!Number.isFinite(value)) return String(value);
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size >= 999.5e12) return value.toExponential(2);
+  if (size >= 999.5e12) return powered(value);
   if (size >= 99995) {
     const [factor, letter] = LARGE.find((row) => size >= row[0] * 0.9995);
     return (value / factor).toPrecision(3) + letter;
   }
   if (size >= 999.5) return value.toFixed(0);
-  return size < 1e-4 ? value.toExponential(2) : String(Number(value.toPrecision(3)));
+  return size < 1e-4 ? powered(value) : String(Number(value.toPrecision(3)));
 }
+
+const powered = (value) => value.toExponential(2).replace(/\.?0+e/, "e");
 
 export function bytes(value) {
   if (value === null || value === undefined) return "–";

@@ -35,6 +35,7 @@ export class Lanes {
   #told = document.createElement("output");
   #store = new LaneStore();
   #lost = new Map();
+  #marks = [];
   #bins = 0;
   #cursor = null;
   #view = null;
@@ -50,11 +51,13 @@ export class Lanes {
     this.#canvas.addEventListener("keydown", (event) => this.#step(event));
   }
 
-  // `lost` maps a rank to the times between its losses and its next starts; `bins` is how many there may be, 0 for all.
-  show(store, lost, bins) {
+  // `lost` maps a rank to the times between its losses and its next starts; `bins` is how many there may be, 0 for all;
+  // `marks` are times and texts.
+  show(store, lost, bins, marks) {
     this.#store = store;
     this.#lost = lost;
     this.#bins = bins;
+    this.#marks = marks;
     this.#draw();
   }
 
@@ -87,8 +90,9 @@ export class Lanes {
       pen.textAlign = "right";
       if (rows.length <= 24 || row % 4 === 0) pen.fillText(String(rank), LEFT - 8, top + lane / 2 + 4);
       this.#lane(pen, index, top, lane, colours);
-      this.#losses(pen, rank, top, lane, colour("series-1"));
+      this.#losses(pen, rank, top, lane, colour("bad"));
     });
+    this.#lines(pen, height - AXIS, colour("bad"));
     this.#times(pen, width, height, colour("quiet"));
     this.#canvas.setAttribute("aria-label", this.#summary(rows.length));
     if (this.#cursor) this.#tell();
@@ -136,6 +140,22 @@ export class Lanes {
     }
   }
 
+  #lines(pen, height, colour) {
+    const { first, last, across } = this.#view;
+    pen.strokeStyle = colour;
+    pen.lineWidth = 1.2;
+    pen.setLineDash([4, 3]);
+    for (const [time] of this.#marks) {
+      const bin = Math.min(last + 1, time / this.#store.width);
+      if (bin < first) continue;
+      pen.beginPath();
+      pen.moveTo(LEFT + (bin - first) * across - 1, 0);
+      pen.lineTo(LEFT + (bin - first) * across - 1, height);
+      pen.stroke();
+    }
+    pen.setLineDash([]);
+  }
+
   #times(pen, width, height, colour) {
     const { first, count } = this.#view;
     const seconds = this.#store.width;
@@ -150,7 +170,8 @@ export class Lanes {
 
   #summary(count) {
     const what = this.#bins ? "the last minute" : "the whole run";
-    return `What ${count} workers did in ${what}. Arrow keys read one worker's piece of time; the table below has the shares.`;
+    const marked = this.#marks.map(([time, text]) => ` At ${duration(time)}: ${text}.`).join("");
+    return `What ${count} workers did in ${what}.${marked} Arrow keys read one worker's piece of time; the table below has the shares.`;
   }
 
   #point(event) {

@@ -250,7 +250,7 @@ function drawLanes() {
   at("lanes").hidden = !lanes[kind].bins.size;
   place();
   const lost = new Map(processes.map((each) => [each.rank, each.lost]));
-  picture.show(lanes[kind], lost, kind === "recent" ? RECENT_BINS : 0);
+  picture.show(lanes[kind], lost, kind === "recent" ? RECENT_BINS : 0, marks("time_s"));
 }
 
 function status() {
@@ -259,10 +259,12 @@ function status() {
     return;
   }
   say(at("title"), selected[0]);
-  at("status").className = panels.isBad(run.status) ? "bad" : run.status === "ok" ? "good" : "live";
+  const mood = panels.mood(run.status);
+  at("status").className = mood;
   at("ended").hidden = !run.words;
   say(at("ended"), run.words);
-  at("headline").classList.toggle("alert", panels.isBad(run.status));
+  at("headline").classList.toggle("alert", mood === "bad" || mood === "ended");
+  at("headline").classList.toggle("asked", mood === "ended");
   document.title = `${selected[0]}: ${panels.statusText(run.status)}, headrace watch`;
   say(at("status"), run.missing > 0 ? `${panels.statusText(run.status)}; older events are being read` : panels.statusText(run.status));
 }

@@ -9,6 +9,15 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+// The same; what stands between backticks is code, which someone copies.
+function sayCoded(element, text) {
+  if (element.dataset.text === text) return;
+  element.dataset.text = text;
+  const pieces = text.split("`");
+  if (pieces.length % 2 === 0) say(element, text);
+  else element.replaceChildren(...pieces.map((each, n) => (n % 2 ? make("code", {}, each) : each)));
+}
+
 export function make(name, attributes = {}, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
@@ -57,7 +66,8 @@ function section(id, shown) {
 }
 
 const NAMES = { ok: "finished", running: "running", failed: "failed", interrupted: "interrupted" };
-export const isBad = (status) => !["ok", "running", "no run yet"].includes(status);
+const MOODS = { ok: "good", running: "live", "no run yet": "live", interrupted: "ended" };
+export const mood = (status) => MOODS[status] || "bad";
 export const statusText = (status) => NAMES[status] || status;
 
 // Names and values, of which those that change are told anew.
@@ -75,13 +85,13 @@ export function head(run) {
   const known = run.rounds > 0;
   const goesOn = run.status === "running" && run.step > 0 && run.rounds > run.step;
   const left = goesOn ? `about ${duration((run.until_s * (run.rounds - run.step)) / run.step)} left` : "";
-  const epochs = run.an_epoch && run.batch ? Math.round((run.rounds * run.batch) / run.an_epoch) : 0;
+  const epochs = run.an_epoch && run.batch ? Math.round(run.rounds / Math.ceil(run.an_epoch / run.batch)) : 0;
   const epoch = epochs && run.epochs !== null ? `epoch ${Math.min(epochs, 1 + Math.floor(run.epochs))} of ${epochs}` : "";
   at("progress").hidden = !known;
   const bar = at("progress").querySelector("progress");
   if (known) [bar.max, bar.value] = [run.rounds, Math.min(run.step, run.rounds)];
   say(at("progress").querySelector("span"), [`step ${run.step} of ${run.rounds}`, epoch, left].filter(Boolean).join(", "));
-  say(at("headline"), run.headline);
+  sayCoded(at("headline"), run.headline);
   define(at("tiles"), run.tiles);
 }
 
@@ -160,7 +170,8 @@ export function processes(list) {
   );
 }
 
-const state = (name) => (["lost", "failed", "interrupted", "unfinished"].includes(name) ? make("span", { class: "bad" }, name) : name);
+const STATES = { lost: "bad", failed: "bad", unfinished: "bad", interrupted: "ended" };
+const state = (name) => (STATES[name] ? make("span", { class: STATES[name] }, name) : name);
 
 export function servers(message) {
   fill(
