@@ -106,6 +106,22 @@ def test_axe_finds_no_serious_fault_on_the_site(site: Path, tmp_path: Path) -> N
 
 @pytest.mark.full
 @pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_on_a_phone_no_result_is_cut_and_no_name_is_broken(site: Path, tmp_path: Path) -> None:
+    with browser(tmp_path) as tab:
+        tab.open((site / "answers" / "why-mirrored-variables-stay-equal.html").as_uri(), 390)
+        tab.value("document.querySelector('details').open = true")
+        wide = "document.querySelectorAll('details .language-{} code').values()"
+        cut = f"[...{wide}].map((it) => it.scrollWidth > it.clientWidth)"
+        assert tab.value(cut.format("console")) == [False]
+        assert tab.value(cut.format("python")) == [True]
+        tab.open((site / "guide" / "options.html").as_uri(), 390)
+        names = "[...document.querySelectorAll('tr > td:first-child code')]"
+        assert set(tab.value(f"{names}.map((it) => it.getClientRects().length)")) == {1}
+
+
+@pytest.mark.full
+@pytest.mark.slow
 def test_the_site_asks_no_other_host(site: Path) -> None:
     asked = re.compile(r'<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)="(https?://[^"]+)"')
     found = {url for page in site.rglob("*.html") for url in asked.findall(page.read_text(encoding="utf-8"))}
