@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from headrace.report.model.bottleneck import Bottleneck, bottleneck_of, changed_command, fewer_workers
+from headrace.report.model.bottleneck import Bottleneck, bottleneck_of
 from headrace.report.model.inputs import InputSummary
 from headrace.report.model.pipeline import PipelineStep
+from headrace.report.model.remedies import Change, fewer_workers, less_exchange, less_input
 from headrace.report.model.training import StepTimes
 from headrace.spec.events import InputStageStats, InputStats, RunStarted, StagePass
 
@@ -63,22 +64,80 @@ def test_the_largest_part_is_named(
 
 
 def test_an_input_that_is_worth_it_has_a_remedy_where_another_part_is_larger() -> None:
-    assert 'parallel="threads"' in verdict(0.2, 0.75, 0.05, 0.2).remedy
+    assert 'parallel="processes"' in verdict(0.2, 0.75, 0.05, 0.2).remedy
     assert "parallel=" not in verdict(0.2, 0.75, 0.05, 0.001).remedy
 
 
-def test_a_remedy_is_the_command_with_a_change() -> None:
-    run = started(
-        3, 0, 2, "headrace train job.py --strategy 'mirrored(overlap=False)' --workers 3 --run-dir a --set lr=1"
-    )
-    assert fewer_workers(run) == (
-        "a process a core: headrace train job.py --set lr=1 --strategy 'mirrored(overlap=False)' --workers 2"
-    )
-    assert changed_command(run, micro_batches=8) == (
-        "headrace train job.py --set lr=1 --strategy 'mirrored(overlap=False, micro_batches=8)' --workers 3"
-    )
-    assert changed_command(replace(run, command="python train.py"), workers=2) == "workers=2"
-    assert fewer_workers(started(2, 0, 2)) == fewer_workers(started(2, 0, 0)) == ""
+COMMAND = "headrace train job.py --strategy 'mirrored(overlap=False)' --workers 3 --run-dir a --set lr=1"
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "command"),
+    [
+        (Change("", workers=2), COMMAND, "job.py --set lr=1 --strategy 'mirrored(overlap=False)' --workers 2"),
+        (
+            Change("", own=(("overlap", True), ("balance", "speed"))),
+            COMMAND,
+            "job.py --set lr=1 --strategy 'mirrored(overlap=True, balance='\"'\"'speed'\"'\"')' --workers 3",
+        ),
+        (Change("", strategy="one_device"), f"{COMMAND} --servers 2", "job.py --set lr=1 --strategy one_device"),
+        (
+            Change("", settings=(("lr", 2), ("data.cache", "memory"))),
+            f"{COMMAND} --servers=2 --resume",
+            "job.py --set lr=2 --set data.cache=memory --servers 2 --strategy 'mirrored(overlap=False)' --workers 3",
+        ),
+        (
+            Change("", own=(("micro_batches", 8),)),
+            "headrace train job.py --strategy='pipeline(2, partition=[2, 3], micro_batches=2)'",
+            "job.py --strategy 'pipeline(2, partition=[2, 3], micro_batches=8)'",
+        ),
+        (Change("", workers=2), "python train.py", ""),
+        (Change("only words"), COMMAND, ""),
+    ],
+)
+def test_a_remedy_is_the_command_with_a_change(change: Change, given: str, command: str) -> None:
+    run = started(3, 0, 2, given, "mirrored")
+    assert change.command(run) == (f"headrace train {command}" if command else "")
+
+
+def test_a_program_is_told_the_argument() -> None:
+    change = Change("a process a core", "workers=2", workers=2)
+    assert change.told(started(3, 0, 2, "python train.py")) == "a process a core: workers=2"
+    assert fewer_workers(started(3, 0, 2)) == change
+    assert fewer_workers(started(2, 0, 2)) is fewer_workers(started(2, 0, 0)) is None
+
+
+@pytest.mark.parametrize(
+    ("stage", "parallel", "epochs", "setting"),
+    [
+        (InputStageStats("map(slow)", 1.0, 0.9), "inline", 5.0, ("data.parallel", 4)),
+        (InputStageStats("map(slow)", 1.0, 0.9), "threads", 5.0, ("data.cache", "memory")),
+        (InputStageStats("map(slow)", 1.0, 0.1), "inline", 5.0, ("data.cache", "memory")),
+        (InputStageStats("map(slow)", 1.0, 0.1, draws=True), "inline", 5.0, ("data.parallel", "processes")),
+        (InputStageStats("map(slow)", 1.0, 0.1), "inline", 1.0, ("data.parallel", "processes")),
+        (InputStageStats("batch", 1.0, 0.1), "inline", 5.0, ("data.parallel", "processes")),
+    ],
+)
+def test_the_input_is_made_cheaper_where_its_time_goes(
+    stage: InputStageStats, parallel: str, epochs: float, setting: tuple[str, object]
+) -> None:
+    own = replace(fed(0.1, parallel), stages=(stage,), readers=1 if parallel == "inline" else 2)
+    assert less_input(stage, own, epochs).settings == (setting,)
+
+
+def test_what_has_no_remedy_is_only_told() -> None:
+    cached = (InputStageStats("cache(memory)", 0.1, 0.0), stage := InputStageStats("map(flip)", 1.0, 0.0))
+    own = replace(fed(0.1, "threads"), stages=cached)
+    assert not less_input(stage, own, 5.0).changes
+
+
+def test_an_exchange_that_costs_more_than_a_worker_brings_is_left_out() -> None:
+    run = started(2, strategy="mirrored")
+    for compute, argument in ((0.45, 'strategy="one_device"'), (0.55, "global_batch_size=128")):
+        assert (change := less_exchange(run, compute)) is not None
+        assert change.argument == argument
+    assert (often := less_exchange(started(2, strategy="parameter_averaging"), 0.3)) is not None
+    assert often.own == (("period", "auto"),)
 
 
 def stage_pass(stage: int, micro_batch: int, backward: bool, begin: float, end: float, waited: float) -> StagePass:
@@ -109,9 +168,9 @@ def stages(first_s: float, second_s: float, transfer_s: float, count: int) -> Pi
     ("step", "kind", "remedy"),
     [
         (stages(1.0, 1.0, 0.0, 2), "BUBBLE-BOUND", "micro_batches=4"),
-        (stages(1.0, 4.0, 0.0, 16), "IMBALANCE-BOUND", "new profile"),
-        (stages(1.0, 1.0, 6.0, 16), "TRANSFER-BOUND", "fewer stages"),
-        (stages(1.0, 1.0, 0.0, 32), "COMPUTE-BOUND", "smaller model"),
+        (stages(1.0, 4.0, 0.0, 16), "IMBALANCE-BOUND", 'new profile: partition="auto"'),
+        (stages(1.0, 1.0, 6.0, 16), "TRANSFER-BOUND", 'strategy="mirrored"'),
+        (stages(1.0, 1.0, 0.0, 32), "COMPUTE-BOUND", "more workers: workers=3"),
     ],
 )
 def test_a_pipeline_has_its_own(step: PipelineStep, kind: str, remedy: str) -> None:

@@ -236,13 +236,12 @@ def test_the_exchange() -> None:
 @pytest.mark.parametrize(
     ("work", "said"),
     [
-        (reader_of(parallel="inline"), 'parallel="threads"'),
-        (reader_of(waiting=0.5), 'parallel="processes"'),
-        (reader_of(), "draws no random numbers"),
-        (reader_of(source=2.0, waiting=1.5), "more readers than 2"),
+        (reader_of(parallel="inline"), '.cache("memory")'),
+        (reader_of(waiting=0.5, parallel="inline"), "4 threads that read, since reading waits: parallel=4"),
+        (reader_of(waiting=0.5), '.cache("memory")'),
         (reader_of(source=2.0), '.cache("memory")'),
         (reader_of(batch=2.0), "smaller tensors"),
-        (reader_of(batch=2.0, parallel="inline"), "smaller tensors"),
+        (reader_of(batch=2.0, parallel="inline"), 'parallel="processes"'),
     ],
 )
 def test_what_to_try_next_follows_from_where_the_time_goes(work: InputStats, said: str) -> None:

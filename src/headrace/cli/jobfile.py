@@ -25,25 +25,39 @@ _OPTIONS = "options."
 """How a setting begins that is for the job's Options."""
 _OBJECTS = ("schedule", "early_stopping")
 """Fields of Options that no literal can give."""
+_JOB, _NUMBERS = "job.", ("global_batch_size", "epochs", "steps", "seed")
+"""The same for the Job itself, and its fields that a literal can give."""
+_DATA, _WAYS = "data.", ("parallel", "cache", "prefetch")
+"""The same for how the training data is read, and the arguments of `hr.data.read_by`."""
 
 
 def load_job(path: Path, settings: Sequence[str] = ()) -> Job:
     """Runs a job file and returns its job.
 
-    `settings` are "key=value" for the parameters of `job(...)`, or "options.key=value" for the job's Options.
+    `settings` are "key=value" for the parameters of `job(...)`, "options.key=value" for the job's Options,
+    "job.key=value" for numbers of the Job itself, and "data.key=value" for how its training data is read.
 
     The file's definitions are sent to workers by value, so that workers need not find the file.
 
     Raises:
         JobError: the file cannot be loaded, or does not give a job.
-        UsageError: a setting of the wrong form, or that is no parameter of `job(...)` and no field of Options.
+        UsageError: a setting of the wrong form, or that is no parameter of `job(...)` and no field of these.
         HeadraceError: an error of headrace while the file ran, with a note of the line.
     """
     find_job(path)
-    ours = [setting for setting in settings if setting.strip().startswith(_OPTIONS)]
-    job = _job_of(path, _run_file(path), [setting for setting in settings if setting not in ours])
-    job = replace(job, options=_set_options(job.options, ours))
-    return replace(job, source=JobSource(str(path.resolve()), tuple(settings)))
+    ours = {begin: [each for each in settings if each.strip().startswith(begin)] for begin in (_OPTIONS, _JOB, _DATA)}
+    job = _job_of(path, _run_file(path), [each for each in settings if not any(each in of for of in ours.values())])
+    options = [field.name for field in fields(Options) if field.name not in _OBJECTS]
+    job = replace(job, options=replace(job.options, **_set(ours[_OPTIONS], _OPTIONS, options, "Options", job.options)))
+    numbers = _set(ours[_JOB], _JOB, _NUMBERS, "the job")
+    # One of them says how long a job is.
+    numbers |= {other: None for one, other in (("steps", "epochs"), ("epochs", "steps")) if one in numbers}
+    if ways := _set(ours[_DATA], _DATA, _WAYS, "reading the data"):
+        # Lazily: other commands read a job's file and no data.
+        from headrace.data import read_by
+
+        numbers["data"] = read_by(job.data, **ways)
+    return replace(job, **numbers, source=JobSource(str(path.resolve()), tuple(settings)))
 
 
 def _job_of(path: Path, module: types.ModuleType, settings: Sequence[str]) -> Job:
@@ -62,16 +76,22 @@ def _job_of(path: Path, module: types.ModuleType, settings: Sequence[str]) -> Jo
     return _call(path, made, settings)
 
 
-def _set_options(options: Options, settings: Sequence[str]) -> Options:
+def _set(settings: Sequence[str], begin: str, known: Sequence[str], of: str, before: Any = None) -> dict[str, Any]:
+    """Returns what settings that begin so say, by name.
+
+    Args:
+        known: the names that there are.
+        of: whose they are, for an error.
+        before: has the values so far, whose types the new ones have; None where they may have any.
+    """
     values: dict[str, Any] = {}
-    known = [field.name for field in fields(Options) if field.name not in _OBJECTS]
     for setting in settings:
         key, text = _key_and_text(setting, values)
-        name = key.removeprefix(_OPTIONS)
+        name = key.removeprefix(begin)
         if name not in known:
-            raise UnknownName("option", name, known, "Options")
-        values[key] = _value(key, text, getattr(options, name))
-    return replace(options, **{key.removeprefix(_OPTIONS): value for key, value in values.items()})
+            raise UnknownName("option" if before else "setting", name, known, of)
+        values[key] = _value(key, text, getattr(before, name, None))
+    return {key.removeprefix(begin): value for key, value in values.items()}
 
 
 def find_job(path: Path) -> None:

@@ -117,6 +117,7 @@ class ExampleReader:
         # Hosts that list examples of their own number them alike.
         self._first = _OF_HOST * pipeline.hosts.mine if pipeline.hosts else 0
         self.stages = ("source", *(step.name for step in pipeline.steps), "batch")
+        self.draws = (False, *(step.draws for step in pipeline.steps), False)
         self.drops = self._skips or self._counts or any(isinstance(step, Filter) for step in pipeline.steps)
 
     def __reduce__(self) -> tuple[type[ExampleReader], tuple[InputPipeline, int]]:

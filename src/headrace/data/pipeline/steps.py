@@ -8,7 +8,7 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +89,7 @@ class Cache:
     limit: int | None
     key: str = ""
     about: str = ""
+    draws: ClassVar[bool] = False
 
     @property
     def name(self) -> str:

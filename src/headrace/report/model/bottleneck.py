@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
 from statistics import median
 
-from headrace.report.format import fixed, percent, plural
+from headrace.report.format import fixed, percent
 from headrace.report.model.inputs import InputSummary, busy_s, cost_s
 from headrace.report.model.pipeline import PipelineStep
+from headrace.report.model.remedies import (
+    Change,
+    even_shares,
+    fewer_workers,
+    less_exchange,
+    less_input,
+    less_transfer,
+    processes,
+    shared_cores,
+)
 from headrace.report.model.training import StepTimes
-from headrace.spec.events import InputStageStats, InputStats, RunStarted
+from headrace.spec.events import InputStats, RunStarted
 
 WORTH = 0.1
 """The part of a step that a worker must lose to something for it to be worth a remedy."""
@@ -25,9 +35,6 @@ _EXPLAINS = 0.4
 _UNEVEN = 1.5
 """A worker whose input costs above so many times the others' is on its own the cause."""
 
-_WAITS = 0.5
-"""A stage that does not compute for more than this part of its time waits."""
-
 
 @dataclass(frozen=True)
 class Bottleneck:
@@ -35,7 +42,8 @@ class Bottleneck:
 
     `kind` is "STRAGGLER", or names the largest part of a step, and those near it: "INPUT-BOUND", "EXCHANGE- AND
     COMPUTE-BOUND", "TURN-BOUND"; of pipelines also "BUBBLE", "IMBALANCE" and "TRANSFER". `stage` is of the input,
-    `rank` the straggler's; `share` is the part of the mean step that is spent on what is named first.
+    `rank` the straggler's; `share` is the part of the mean step that is spent on what is named first. `command` is the
+    first of the remedy; "" where it is no command.
     """
 
     kind: str
@@ -44,6 +52,7 @@ class Bottleneck:
     share: float
     because: str
     remedy: str
+    command: str = ""
 
     @property
     def line(self) -> str:
@@ -57,7 +66,7 @@ class _Part:
     name: str
     share: float
     words: str
-    remedy: str
+    change: Change | None
 
 
 def bottleneck_of(
@@ -82,7 +91,7 @@ def bottleneck_of(
     starved = max(read, key=read.__getitem__, default=min(times))
     slow, lag = _slowest(times)
     is_starved = read.get(starved, 0.0) >= WORTH
-    if is_starved and read[starved] >= lag and (found := _dear_input(starved, waits[starved], inputs)):
+    if is_starved and read[starved] >= lag and (found := _dear_input(starved, waits[starved], inputs, started)):
         return found
     if lag >= WORTH and lag > read.get(starved, 0.0):
         return _straggler(times, slow, lag, started)
@@ -105,12 +114,20 @@ def _largest(
     alone = data >= WORTH and data * _NEAR > max(turn, exchange, compute)
     costs = f" ({stage.name} is {percent(part)} of its cost)" if data >= WORTH else ""
     busy = f"its turn: cores busy ({shared})" if shared else "its next share of the data, which a server gives"
-    remedy = _remedy(stage, inputs.by_rank[starved]) if starved in inputs.by_rank else ""
+    fed = inputs.by_rank.get(starved)
+    fewer = fewer_workers(started) if shared else None
     parts = [
-        _Part("COMPUTE", compute, f"{percent(compute)} of a step computes", _less_compute(started, shared)),
-        _Part("EXCHANGE", exchange, f"{percent(exchange)} goes to the exchange", _less_exchange(started, shared)),
-        _Part("INPUT", data, f"{percent(data)} waits for data{costs}", remedy),
-        _Part("TURN", turn, f"{percent(turn)} waits for {busy}", fewer_workers(started) or "fewer workers"),
+        _Part("COMPUTE", compute, f"{percent(compute)} of a step computes", fewer or _less_compute(started)),
+        _Part(
+            "EXCHANGE", exchange, f"{percent(exchange)} goes to the exchange", fewer or less_exchange(started, compute)
+        ),
+        _Part(
+            "INPUT",
+            data,
+            f"{percent(data)} waits for data{costs}",
+            less_input(stage, fed, _epochs(started)) if fed else None,
+        ),
+        _Part("TURN", turn, f"{percent(turn)} waits for {busy}", fewer_workers(started) or Change("fewer workers")),
     ]
     parts.sort(key=lambda each: -each.share)
     named = [each for each in parts if each.share >= _NEAR * parts[0].share]
@@ -122,10 +139,32 @@ def _largest(
     if shared and named[0].name == "EXCHANGE":
         words += f"; {shared}, so that each also waits there for its turn"
     also = [each for each in parts if each.name in ("INPUT", "TURN") and each.share >= WORTH and each not in named]
-    remedies = dict.fromkeys(each.remedy for each in (*named, *also) if each.remedy)
+    changes = [each.change for each in (*named, *also)]
     kind = f"{'- AND '.join(each.name for each in named)}-BOUND"
     of = stage.name if any(each.name == "INPUT" for each in named) else None
-    return Bottleneck(kind, of, None, parts[0].share, words, "; ".join(remedies))
+    return _found(kind, of, None, parts[0].share, words, changes, started)
+
+
+def _found(
+    kind: str,
+    stage: str | None,
+    rank: int | None,
+    share: float,
+    because: str,
+    changes: Sequence[Change | None],
+    started: RunStarted | None,
+) -> Bottleneck:
+    """Returns a bottleneck with what its remedies say, each once."""
+    told = list(dict.fromkeys(each.told(started) for each in changes if each is not None))
+    command = next(filter(None, (each.command(started) for each in changes if each is not None)), "")
+    return Bottleneck(kind, stage, rank, share, because, "; ".join(told), command)
+
+
+def _epochs(started: RunStarted | None) -> float:
+    """Returns how many epochs a run has; without end where it is not known."""
+    if started is None or not started.examples_per_epoch or not started.rounds:
+        return inf
+    return started.rounds * started.global_batch_size / started.examples_per_epoch
 
 
 def _explained(wait: float, fed: InputStats) -> float:
@@ -145,13 +184,13 @@ def _straggler(times: Mapping[int, StepTimes], slow: int, lag: float, started: R
     others_s = median(each.compute_s for rank, each in times.items() if rank != slow)
     longer = f"{fixed(times[slow].compute_s / others_s)} × as long as the others" if others_s > 0 else "for all others"
     because = f"rank {slow} computes {longer}, who wait for it"
+    change: Change | None = even_shares(started)
     if shared := shared_cores(started):
-        return Bottleneck("STRAGGLER", None, slow, lag, f"{because}; {shared}", fewer_workers(started))
-    remedy = 'look at what else runs on its machine, or give it smaller shares of batches: mirrored(balance="speed")'
-    return Bottleneck("STRAGGLER", None, slow, lag, because, remedy)
+        because, change = f"{because}; {shared}", fewer_workers(started)
+    return _found("STRAGGLER", None, slow, lag, because, [change], started)
 
 
-def _dear_input(rank: int, share: float, inputs: InputSummary) -> Bottleneck | None:
+def _dear_input(rank: int, share: float, inputs: InputSummary, started: RunStarted | None) -> Bottleneck | None:
     """Returns the worker whose input alone is dear; None where the others' costs as much."""
     own = inputs.by_rank[rank]
     costs = {other: cost_s(each) for other, each in inputs.by_rank.items() if each.examples}
@@ -164,91 +203,20 @@ def _dear_input(rank: int, share: float, inputs: InputSummary) -> Bottleneck | N
         f"rank {rank} waits for data {percent(share)} of its time; its input costs {fixed(times)} × the others', "
         f"most of it {stage.name}"
     )
-    remedy = "look at its disk and at what else runs on its machine; else as for a slow input: "
-    return Bottleneck("STRAGGLER", stage.name, rank, share, because, remedy + _remedy(stage, own))
+    change = less_input(stage, own, _epochs(started))
+    words = f"look at its disk and at what else runs on its machine; else {change.words}"
+    return _found("STRAGGLER", stage.name, rank, share, because, [replace(change, words=words)], started)
 
 
-def _remedy(stage: InputStageStats, own: InputStats) -> str:
-    """Returns what to try, by where the time goes and how the data is read already."""
-    waits = stage.waiting_s > _WAITS * stage.busy_s
-    if own.parallel == "inline" and stage.name != "batch":
-        return 'read while the model computes: parallel="threads"; then cache what does not change'
-    if stage.name == "source":
-        if waits:
-            return f'more readers than {own.readers}, since they wait; or .cache("memory"), .cache(folder)'
-        return 'read less or what is cheaper to read: .cache("memory"), .cache(folder)'
-    if stage.name == "batch":
-        return "smaller tensors (uint8, made float by the model), or a transform that writes into the batch"
-    if waits and own.parallel == "threads" and own.readers > 1:
-        remedy = 'if it waits for something outside; if for Python\'s lock, batched=True or parallel="processes"'
-        return f"more readers than {own.readers} {remedy}"
-    if waits:
-        return f"more readers than {own.readers}, since it waits more than it computes"
-    return ".cache(...) behind it if it draws no random numbers, batched=True, fewer pixels, or more cores"
-
-
-def _processes(started: RunStarted) -> int:
-    """Returns how many processes, workers and servers, compute on the cores of the launcher's host."""
-    roles = started.plan.get("roles")
-    if not isinstance(roles, list | tuple) or not roles or started.device != "cpu":
-        return 0
-    return sum(each["host"] == roles[0]["host"] for each in roles)
-
-
-def shared_cores(started: RunStarted | None) -> str:
-    """Returns that more processes than cores compute; "" where they do not, or it is not known."""
-    if started is None or not 0 < started.cores < _processes(started):
-        return ""
-    return f"{plural(_processes(started), 'process', 'es')} share {plural(started.cores, 'core')}"
-
-
-def _less_compute(started: RunStarted | None, shared: str) -> str:
-    if shared:
-        return fewer_workers(started)
-    more = started is not None and _processes(started) * started.threads < started.cores and started.workers > 1
-    workers = f", or more workers: {changed_command(started, workers=started.workers + 1)}" if started and more else ""
-    compiled = 'options=hr.Options(compile="auto"), which measures first'
-    return f"nothing of the input; a smaller model, or {compiled}{workers}"
-
-
-def _less_exchange(started: RunStarted | None, shared: str) -> str:
-    size = 2 * started.global_batch_size if started else 0
-    batch = f"a larger batch, so that an exchange is of more examples: global_batch_size={size}" if size else ""
-    return "; ".join(filter(None, (fewer_workers(started) if shared else "", batch)))
-
-
-def fewer_workers(started: RunStarted | None) -> str:
-    """Returns the command with as many workers as cores are left by the servers; "" where there are no fewer."""
-    if started is None or not started.cores:
-        return ""
-    workers = max(1, started.cores - (_processes(started) - started.workers))
-    return f"a process a core: {changed_command(started, workers=workers)}" if workers < started.workers else ""
-
-
-def changed_command(started: RunStarted, **changes: int) -> str:
-    """Returns the command that started a run, with changes; where it was a program's call, the changes alone.
-
-    `workers` is an option of the command, others are of the strategy. It has no --run-dir: that holds this run.
-    """
-    if not started.command.startswith("headrace train "):
-        return ", ".join(f"{name}={value}" for name, value in changes.items())
-    words, kept = shlex.split(started.command), list[str]()
-    options = {"--strategy": started.strategy}
-    while words:
-        name, sign, value = words.pop(0).partition("=")
-        if name in ("--run-dir", "--strategy", "--workers", "-w", "--resume", "--watch"):
-            value = value if sign or name in ("--resume", "--watch") or not words else words.pop(0)
-            options[name] = value
-        else:
-            kept.append(f"{name}{sign}{value}")
-    strategy = options["--strategy"]
-    own = {name: value for name, value in changes.items() if name != "workers"}
-    if own:
-        before = strategy.removesuffix(")") + (", " if strategy.endswith(")") else "(")
-        strategy = before + ", ".join(f"{name}={value}" for name, value in own.items()) + ")"
-    workers = str(changes["workers"]) if "workers" in changes else options.get("--workers")
-    kept += ["--strategy", strategy, *(("--workers", workers) if workers else ())]
-    return shlex.join(kept)
+def _less_compute(started: RunStarted | None) -> Change:
+    if started is not None and started.workers and processes(started) * started.threads < started.cores:
+        more = started.workers + 1
+        if started.workers > 1:
+            return Change("nothing of the input; more workers", f"workers={more}", workers=more)
+        two = "nothing of the input; two workers"
+        return Change(two, "strategy=hr.Mirrored(workers=2)", strategy="mirrored", workers=2)
+    words = "nothing of the input; a smaller model, or what torch compiles, where it is measured to be faster"
+    return Change(words, 'options=hr.Options(compile="auto")', settings=(("options.compile", "auto"),))
 
 
 def _of_stages(step: PipelineStep, started: RunStarted | None) -> Bottleneck:
@@ -258,29 +226,31 @@ def _of_stages(step: PipelineStep, started: RunStarted | None) -> Bottleneck:
     shared = shared_cores(started)
     slow = max(step.stage_s, key=lambda stage: step.stage_s[stage])
     count = 2 * step.micro_batches
-    more = changed_command(started, micro_batches=count) if started else f"micro_batches={count}"
     others = f"waits for its turn: cores busy ({shared})" if shared else "goes to transfers between stages"
+    share = started.global_batch_size if started else count
+    more = (
+        Change("more micro-batches", f"micro_batches={count}", own=(("micro_batches", count),))
+        if count <= share
+        else None
+    )
+    cut = Change("cut it by a new profile", 'partition="auto"', own=(("partition", "auto"),))
     parts = [
         _Part("BUBBLE", own, f"{percent(own)} is the schedule's own with {step.micro_batches} micro-batches", more),
-        _Part(
-            "IMBALANCE",
-            uneven,
-            f"{percent(uneven)} waits for stage {slow}, which takes longest",
-            "cut it by a new profile: leave partition= out, or move layers from that stage to the others",
-        ),
+        _Part("IMBALANCE", uneven, f"{percent(uneven)} waits for stage {slow}, which takes longest", cut),
         _Part(
             "TRANSFER",
             rest,
             f"{percent(rest)} {others}",
-            (fewer_workers(started) if shared else "") or "fewer stages, or a cut where activations are smaller",
+            (fewer_workers(started) if shared else None) or less_transfer(started),
         ),
     ]
     parts.sort(key=lambda each: -each.share)
     if step.bubble < WORTH:
         because = f"stages compute {percent(1 - step.bubble)} of a step"
-        return Bottleneck("COMPUTE-BOUND", None, None, 1 - step.bubble, because, _less_compute(started, shared))
+        change = (fewer_workers(started) if shared else None) or _less_compute(started)
+        return _found("COMPUTE-BOUND", None, None, 1 - step.bubble, because, [change], started)
     named = [each for each in parts if each.share >= _NEAR * parts[0].share]
     words = ", ".join(each.words for each in parts if each in named or each.share >= WORTH / 2)
     because = f"stages work on nothing for {percent(step.bubble)} of a step: {words}"
     kind = f"{'- AND '.join(each.name for each in named)}-BOUND"
-    return Bottleneck(kind, None, None, parts[0].share, because, "; ".join(each.remedy for each in named))
+    return _found(kind, None, None, parts[0].share, because, [each.change for each in named], started)

@@ -11,8 +11,9 @@ from typing import Any
 
 from headrace.machine import disk
 from headrace.report.format import clean, duration, plural, short
-from headrace.report.model.bottleneck import Bottleneck, fewer_workers, shared_cores
+from headrace.report.model.bottleneck import Bottleneck
 from headrace.report.model.ending import LOCK, UNFINISHED
+from headrace.report.model.remedies import fewer_workers, shared_cores
 from headrace.spec.events import Event, RunEnded, RunStarted, Stepped, decode
 
 DEPTH = 2
@@ -65,7 +66,8 @@ class Brief:
                 "it has diverged; lower the learning rate, or clip the gradients (Options(clip_norm=1.0))"
             )
         if shared := shared_cores(self.started):
-            fewer = fewer_workers(self.started) or "give it more cores"
+            change = fewer_workers(self.started)
+            fewer = change.told(self.started) if change else "give it more cores"
             found.append(f"{shared}, and each waits for its turn; {fewer}")
         return "; ".join(found)
 

@@ -113,7 +113,8 @@ def _merged(some: Sequence[InputStageStats], more: Sequence[InputStageStats]) ->
     for place, stage in enumerate(more):
         if place < len(merged) and merged[place].name == stage.name:
             old = merged[place]
-            merged[place] = InputStageStats(stage.name, old.busy_s + stage.busy_s, old.waiting_s + stage.waiting_s)
+            sums = {"busy_s": old.busy_s + stage.busy_s, "waiting_s": old.waiting_s + stage.waiting_s}
+            merged[place] = replace(stage, **sums)
         else:
             merged.append(stage)
     return tuple(merged)

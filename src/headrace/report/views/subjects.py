@@ -155,7 +155,7 @@ READER: tuple[Field[InputStats], ...] = (
 
 BOTTLENECK: tuple[Field[Bottleneck], ...] = (
     Field(attrgetter("kind"), key="kind", head="bottleneck"),
-    *json_fields("stage", "rank", "share", "because", "remedy"),
+    *json_fields("stage", "rank", "share", "because", "remedy", "command"),
     Field(attrgetter("line"), label="bottleneck"),
     Field(attrgetter("remedy"), label="try next"),
 )

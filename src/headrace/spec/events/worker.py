@@ -51,12 +51,14 @@ class Stepped(Event, frozen=True, tag="stepped", omit_defaults=True):
 class InputStageStats(Struct, frozen=True, forbid_unknown_fields=True):
     """The cost of one stage ("source", "map(augment)", "batch") of a worker's input, in all threads or processes.
 
-    `waiting_s` is the part of `busy_s` without computing: waiting for a disk, a network, a lock or a core.
+    `waiting_s` is the part of `busy_s` without computing: waiting for a disk, a network, a lock or a core. `draws` says
+    that it draws random numbers, so that its results differ from epoch to epoch.
     """
 
     name: str
     busy_s: FiniteFloat
     waiting_s: FiniteFloat
+    draws: bool = False
 
 
 class InputStats(Event, frozen=True, tag="fed"):
