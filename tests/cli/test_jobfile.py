@@ -111,6 +111,30 @@ def test_options_that_cannot_be_meant(tmp_path: Path, settings: list[str], kind:
     assert words in str(caught.value)
 
 
+def test_numbers_of_the_job_and_how_its_data_is_read_are_set_without_a_change_of_the_file(tmp_path: Path) -> None:
+    text = """
+import torch, headrace as hr
+def job(lr=0.1):
+    data = hr.data.from_arrays(torch.zeros(8, 2), torch.zeros(8)).map(lambda each: each)
+    return hr.Job(lambda: torch.nn.Linear(2, 1), torch.optim.SGD, data, 4, loss=torch.nn.MSELoss(), epochs=3)
+"""
+    path = write(tmp_path, text)
+    job = load_job(path, ["job.steps=5", "job.global_batch_size=2", "data.parallel=threads", "data.cache=memory"])
+    assert (job.steps, job.epochs, job.global_batch_size) == (5, None, 2)
+    assert job.data.reading.parallel == "threads"
+    assert [step.name.partition("(")[0] for step in job.data.steps] == ["map", "cache"]
+    assert load_job(path, ["job.epochs=7"]).epochs == 7
+    assert load_job(path, ["data.parallel=3", "data.prefetch=2"]).data.reading.count == 3
+    for setting, told in (
+        ("job.model=1", "no setting 'model' of the job"),
+        ("job.steps=0", "steps"),
+        ("data.readers=2", "no setting 'readers'"),
+        ("data.parallel=twice", "parallel must be one of"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            load_job(path, [setting])
+
+
 def test_any_key_where_the_function_takes_any(tmp_path: Path) -> None:
     file = write(tmp_path, f"{HEAD}def job(**settings):\n    DATA = settings\n    return {MAKE}")
     assert load_job(file, ["anything=3"]).data == {"anything": 3}

@@ -27,6 +27,7 @@ from headrace.data import (
     mix,
 )
 from headrace.data.loading.autotune import ReadMode, ReadModes
+from headrace.data.pipeline.pipeline import read_by
 from headrace.data.pipeline.source import Epoch
 from headrace.data.pipeline.steps import Cache
 from headrace.errors import DataError, UsageError
@@ -363,3 +364,31 @@ def test_a_definition_that_is_copied_has_a_cache_of_its_own() -> None:
     epochs(copy.deepcopy(pipeline), 1)
     epochs(pipeline, 1)
     assert set(before.done.values()) == {1}
+
+
+def test_data_that_is_read_in_another_way_has_the_same_batches() -> None:
+    def augmented(example: Any, rng: np.random.Generator) -> Any:
+        return example[0] + rng.random(), example[1]
+
+    calls = Calls()
+    pipeline = from_arrays(torch.arange(COUNT, dtype=torch.float64), torch.arange(COUNT)).shuffle()
+    pipeline = pipeline.map(calls).map(augmented).map(calls).batch(4)
+    wanted = [batch for epoch in range(3) for batch in hr.data.batches(pipeline, epoch=epoch)]
+    changed = read_by(pipeline, "threads", "memory", 2)
+    # Behind the last step before the first that draws random numbers.
+    assert [step.name.partition("(")[0] for step in changed.steps] == ["map", "cache", "map", "map"]
+    found = [batch for epoch in range(3) for batch in hr.data.batches(changed, epoch=epoch)]
+    for one, other in zip(found, wanted, strict=True):
+        assert all(map(torch.equal, one, other))
+    with pytest.raises(UsageError, match="has a cache already"):
+        read_by(changed, cache="memory")
+
+
+def test_of_a_loader_with_workers_only_their_number_is_changed() -> None:
+    loader = torch.utils.data.DataLoader(list(range(8)), batch_size=4, num_workers=1)
+    pipeline, _ = as_pipeline(loader)
+    changed = read_by(pipeline, 3).processes
+    assert changed is not None
+    assert changed.count == 3
+    with pytest.raises(UsageError, match="reads with workers of its own; give their number"):
+        read_by(pipeline, "threads")

@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 def test_counts_are_sums(clock: list[float]) -> None:
     clock += [10.5, 12.0]
-    stages = InputCounters(("source", "map(f)", "batch"), 100)
+    stages = InputCounters(("source", "map(f)", "batch"), (False, True, False), 100)
     stages.parallel, stages.readers = "threads", 2
     stages.add(0, ReadResult(BATCH, 4, (), (0.2, 0.1, 0.1), (0.1, 0.0, 0.0)), asked=10.0, ready=1)
     stages.add(0, ReadResult(BATCH, 3, ("b: gone",), (0.4, 0.2, 0.1), (0.2, 0.0, 0.0)), asked=11.0, ready=2)
@@ -52,7 +52,7 @@ def test_counts_are_sums(clock: list[float]) -> None:
         skipped=1,
         stages=(
             InputStageStats("source", pytest.approx(0.6), pytest.approx(0.3)),
-            InputStageStats("map(f)", pytest.approx(0.3), 0.0),
+            InputStageStats("map(f)", pytest.approx(0.3), 0.0, draws=True),
             InputStageStats("batch", pytest.approx(0.2), 0.0),
         ),
     )
@@ -61,7 +61,7 @@ def test_counts_are_sums(clock: list[float]) -> None:
 def test_it_speaks_about_once_a_second(clock: list[float]) -> None:
     clock += [0.1, 0.9, 1.1, 1.5, 2.0, 2.2]
     heard: list[int] = []
-    stages = InputCounters(("source", "batch"), 0, lambda told: heard.append(told.examples))
+    stages = InputCounters(("source", "batch"), (False, False), 0, lambda told: heard.append(told.examples))
     for asked in (0.0, 0.8, 1.0, 1.4, 1.9, 2.1):
         stages.add(0, ReadResult(BATCH, 4, (), (0.0, 0.0)), asked)
     assert heard == [12, 24]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import copyreg
+import functools
 import linecache
 import os
 import threading
@@ -24,6 +25,7 @@ from engine.victims import EXAMPLES, TARGETS, make_job
 from headrace.engine.local.engine import LocalEngine
 from headrace.engine.shipping import pack, unpack
 from headrace.errors import JobError, WorkerFailed
+from headrace.serving.page import page_text
 
 LARGE = 20_000
 """Elements that travel in memory, of every type with at least 4 bytes."""
@@ -61,6 +63,23 @@ def test_arrays_arrive(dtype: str, count: int, view: str) -> None:
     got = shipped((sent,))[0]
     assert (got.dtype.newbyteorder("="), got.shape) == (sent.dtype.newbyteorder("="), sent.shape)
     assert np.array_equal(got, sent)
+
+
+def test_memoized_functions_of_a_job_file_arrive() -> None:
+    @functools.cache
+    def steps(number: int) -> int:
+        return number if number < 2 else steps(number - 1) + steps(number - 2)
+
+    @functools.lru_cache(maxsize=8, typed=True)
+    def half(number: float) -> float:
+        return number / 2
+
+    here, there = shipped((steps, half))
+    assert (here(30), there(3), here.__name__) == (832_040, 1.5, "steps")
+    assert here.cache_info().hits > 0
+    assert there.cache_parameters() == {"maxsize": 8, "typed": True}
+    # One that a worker can import goes by its name, and keeps what it has.
+    assert shipped(page_text) is page_text
 
 
 def test_examples_that_are_views_of_one_tensor_do_not_take_all_of_it_with_them() -> None:

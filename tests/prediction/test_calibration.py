@@ -11,7 +11,7 @@ from msgspec import structs
 from headrace.errors import UsageError
 from headrace.prediction.calibration import Constants, calibrate
 from headrace.prediction.simulation.simulate import simulate
-from headrace.report.model.predicted import PredictedRun
+from headrace.report.predicted import PredictedRun
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.compute import BatchProfile, ComputeProfile
 from headrace.spec.events import LAUNCHER, Lost, RunStarted, Stepped, decode, encode

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from headrace.report.model.bottleneck import Bottleneck, bottleneck_of
 from headrace.report.model.inputs import InputSummary
 from headrace.report.model.pipeline import PipelineStep
-from headrace.report.model.remedies import Change, fewer_workers, less_exchange, less_input
+from headrace.report.model.remedies import Remedy, fewer_workers, less_exchange, less_input
 from headrace.report.model.training import StepTimes
 from headrace.spec.events import InputStageStats, InputStats, RunStarted, StagePass
 
@@ -74,34 +74,34 @@ COMMAND = "headrace train job.py --strategy 'mirrored(overlap=False)' --workers 
 @pytest.mark.parametrize(
     ("change", "given", "command"),
     [
-        (Change("", workers=2), COMMAND, "job.py --set lr=1 --strategy 'mirrored(overlap=False)' --workers 2"),
+        (Remedy("", workers=2), COMMAND, "job.py --set lr=1 --strategy 'mirrored(overlap=False)' --workers 2"),
         (
-            Change("", own=(("overlap", True), ("balance", "speed"))),
+            Remedy("", own=(("overlap", True), ("balance", "speed"))),
             COMMAND,
             "job.py --set lr=1 --strategy 'mirrored(overlap=True, balance='\"'\"'speed'\"'\"')' --workers 3",
         ),
-        (Change("", strategy="one_device"), f"{COMMAND} --servers 2", "job.py --set lr=1 --strategy one_device"),
+        (Remedy("", strategy="one_device"), f"{COMMAND} --servers 2", "job.py --set lr=1 --strategy one_device"),
         (
-            Change("", settings=(("lr", 2), ("data.cache", "memory"))),
+            Remedy("", settings=(("lr", 2), ("data.cache", "memory"))),
             f"{COMMAND} --servers=2 --resume",
             "job.py --set lr=2 --set data.cache=memory --servers 2 --strategy 'mirrored(overlap=False)' --workers 3",
         ),
         (
-            Change("", own=(("micro_batches", 8),)),
+            Remedy("", own=(("micro_batches", 8),)),
             "headrace train job.py --strategy='pipeline(2, partition=[2, 3], micro_batches=2)'",
             "job.py --strategy 'pipeline(2, partition=[2, 3], micro_batches=8)'",
         ),
-        (Change("", workers=2), "python train.py", ""),
-        (Change("only words"), COMMAND, ""),
+        (Remedy("", workers=2), "python train.py", ""),
+        (Remedy("only words"), COMMAND, ""),
     ],
 )
-def test_a_remedy_is_the_command_with_a_change(change: Change, given: str, command: str) -> None:
+def test_a_remedy_is_the_command_with_a_change(change: Remedy, given: str, command: str) -> None:
     run = started(3, 0, 2, given, "mirrored")
     assert change.command(run) == (f"headrace train {command}" if command else "")
 
 
 def test_a_program_is_told_the_argument() -> None:
-    change = Change("a process a core", "workers=2", workers=2)
+    change = Remedy("a process a core", "workers=2", workers=2)
     assert change.told(started(3, 0, 2, "python train.py")) == "a process a core: workers=2"
     assert fewer_workers(started(3, 0, 2)) == change
     assert fewer_workers(started(2, 0, 2)) is fewer_workers(started(2, 0, 0)) is None

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import UsageError
-from headrace.report.model.predicted import PredictedRun
 from headrace.report.model.summary import summarize
+from headrace.report.predicted import PredictedRun
 from headrace.report.views.page import write_page
 from headrace.report.views.table import run_plain, run_rows
 

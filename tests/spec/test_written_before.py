@@ -13,7 +13,7 @@ import pytest
 
 from headrace.bench.figures import MachineFigures
 from headrace.export.signature import Signature
-from headrace.report.model.predicted import PredictedRun
+from headrace.report.predicted import PredictedRun
 from headrace.spec.cluster import Cluster
 from headrace.spec.events import Event, Notice, RunStarted, Stepped, decode, encode
 from headrace.spec.model import ModelSpec

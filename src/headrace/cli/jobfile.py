@@ -28,7 +28,7 @@ _OBJECTS = ("schedule", "early_stopping")
 _JOB, _NUMBERS = "job.", ("global_batch_size", "epochs", "steps", "seed")
 """The same for the Job itself, and its fields that a literal can give."""
 _DATA, _WAYS = "data.", ("parallel", "cache", "prefetch")
-"""The same for how the training data is read, and the arguments of `hr.data.read_by`."""
+"""The same for how the training data is read, and the arguments of `read_by`."""
 
 
 def load_job(path: Path, settings: Sequence[str] = ()) -> Job:
@@ -54,9 +54,10 @@ def load_job(path: Path, settings: Sequence[str] = ()) -> Job:
     numbers |= {other: None for one, other in (("steps", "epochs"), ("epochs", "steps")) if one in numbers}
     if ways := _set(ours[_DATA], _DATA, _WAYS, "reading the data"):
         # Lazily: other commands read a job's file and no data.
-        from headrace.data import read_by
+        from headrace.data import as_pipeline
+        from headrace.data.pipeline.pipeline import read_by
 
-        numbers["data"] = read_by(job.data, **ways)
+        numbers["data"] = read_by(as_pipeline(job.data)[0], **ways)
     return replace(job, **numbers, source=JobSource(str(path.resolve()), tuple(settings)))
 
 
@@ -82,15 +83,17 @@ def _set(settings: Sequence[str], begin: str, known: Sequence[str], of: str, bef
     Args:
         known: the names that there are.
         of: whose they are, for an error.
-        before: has the values so far, whose types the new ones have; None where they may have any.
+        before: has the values so far, whose types the new ones have, unless they may be texts as well; None where they
+            may have any.
     """
     values: dict[str, Any] = {}
+    typed = {field.name for field in fields(before) if "str" not in str(field.type)} if before is not None else set()
     for setting in settings:
         key, text = _key_and_text(setting, values)
         name = key.removeprefix(begin)
         if name not in known:
             raise UnknownName("option" if before else "setting", name, known, of)
-        values[key] = _value(key, text, getattr(before, name, None))
+        values[key] = _value(key, text, getattr(before, name) if name in typed else None)
     return {key.removeprefix(begin): value for key, value in values.items()}
 
 

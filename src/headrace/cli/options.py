@@ -108,8 +108,8 @@ SettingsOption = Annotated[
     list[str] | None,
     option(
         "--set KEY=VALUE",
-        "A parameter of the file's `job(...)`, or options.NAME of its Options, as a Python literal; may be given "
-        "again.",
+        "A parameter of the file's `job(...)`, as a Python literal; or options.NAME of its Options, "
+        "job.global_batch_size, data.parallel ...; may be given again.",
     ),
 ]
 TimeoutOption = Annotated[

@@ -14,8 +14,8 @@ from headrace.prediction.cloud import cluster_of
 from headrace.prediction.profiling.origin import require_usable
 from headrace.prediction.simulation.simulate import Prediction, simulate
 from headrace.report.model.events import attempts, of_kind, read_log
-from headrace.report.model.predicted import PredictedRun
 from headrace.report.model.summary import Summary, summarize
+from headrace.report.predicted import PredictedRun
 from headrace.spec.cluster import Cluster
 from headrace.spec.events import Event, Lost
 from headrace.spec.model import ModelSpec

@@ -6,7 +6,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ from headrace.data.loading.reader import CpuBudget, ExampleReader, Part, ReadRes
 from headrace.data.pipeline.order import Bucketed, ExampleOrder, Rounds, derived
 from headrace.data.pipeline.pipeline import InputPipeline, from_arrays, visited
 from headrace.data.pipeline.source import ArraySource
-from headrace.data.pipeline.steps import Cache
 from headrace.errors import DataError, UsageError
 from headrace.policies.roles import bounds
 from headrace.spec.events import InputStageStats, InputStats
@@ -387,41 +385,3 @@ def as_pipeline(data: Any) -> tuple[InputPipeline, tuple[str, ...]]:
     from headrace.data.sources.torch import from_indexed
 
     return from_indexed(data)
-
-
-def read_by(
-    data: Any, parallel: str | int | None = None, cache: str | None = None, prefetch: int | None = None
-) -> InputPipeline:
-    """Returns `Job.data` read in another way; batches are the same, in the same order.
-
-    Args:
-        data: as of `as_pipeline`.
-        parallel: as of `hr.data.Pipeline.map`; of a torch `DataLoader` that has workers, how many they are.
-        cache: "memory" or a folder: examples are kept behind the last step before the first that draws random numbers.
-            What a map-style data set draws itself is kept as it was drawn first.
-        prefetch: batches that are read ahead.
-
-    Raises:
-        UsageError: there is no such way to read, or the pipeline has a cache already.
-        DataError: as of `as_pipeline`.
-
-    Examples:
-        >>> pipeline = hr.data.read_by((torch.zeros(8, 4), torch.zeros(8)), parallel="threads", prefetch=2)
-        >>> pipeline.reading.parallel, pipeline.reading.ahead
-        ('threads', 2)
-    """
-    pipeline = as_pipeline(data)[0]
-    if parallel is not None and pipeline.processes is not None:
-        if not isinstance(parallel, int) or parallel < 1:
-            raise UsageError(f"the DataLoader reads with workers of its own; give their number, got {parallel!r}")
-        pipeline = replace(pipeline, processes=replace(pipeline.processes, count=parallel))
-    elif parallel is not None:
-        name, count = ("threads", parallel) if isinstance(parallel, int) else (parallel, None)
-        pipeline = replace(pipeline, reading=replace(pipeline.reading, parallel=name, count=count))
-    if cache is not None:
-        drawn = next((place for place, step in enumerate(pipeline.steps) if step.draws), len(pipeline.steps))
-        before, after = pipeline.steps[:drawn], pipeline.steps[drawn:]
-        if any(isinstance(step, Cache) for step in pipeline.steps):
-            raise UsageError("the data has a cache already; one is enough")
-        pipeline = replace(pipeline, steps=(*replace(pipeline, steps=before).cache(cache).steps, *after))
-    return pipeline if prefetch is None else pipeline.prefetch(prefetch)

@@ -131,14 +131,16 @@ class ExampleReader:
     def read(self, epoch: int, places: Tensor) -> ReadResult:
         """Returns the batch of the examples at `places`, `(examples,)` int64, each below the pipeline's length."""
         if self._whole:
-            began = perf_counter()
+            began, computed = perf_counter(), thread_time()
             indices, of = self._indices(places), Epoch(self._seed, epoch)
             if self._counts:
                 batch, count = self._counted(self._source.many(indices.tolist(), of))
                 batch = batch if count else self._nothing(epoch)
             else:
                 batch, count = self._source.gather(indices, of), len(places)
-            return ReadResult(batch, count, (), (perf_counter() - began, 0.0), notices=self._take_notices())
+            passed = perf_counter() - began
+            waited = max(0.0, passed - (thread_time() - computed))
+            return ReadResult(batch, count, (), (passed, 0.0), (waited, 0.0), self._take_notices())
         if self._gathers:
             # As a whole, from a cache that is the last step, if that is possible.
             spent = [(0.0, 0.0)] * (1 + self._cached)

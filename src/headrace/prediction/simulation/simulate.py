@@ -27,7 +27,7 @@ from headrace.prediction.simulation.slices.steps import slices_note
 from headrace.prediction.simulation.slices.tokens import EXPERTS_NOTE
 from headrace.prediction.simulation.timeline import Timeline
 from headrace.report.format import percent, plural
-from headrace.report.model.predicted import PredictedRun
+from headrace.report.predicted import PredictedRun
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import require_count

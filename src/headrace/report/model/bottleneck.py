@@ -11,7 +11,7 @@ from headrace.report.format import fixed, percent
 from headrace.report.model.inputs import InputSummary, busy_s, cost_s
 from headrace.report.model.pipeline import PipelineStep
 from headrace.report.model.remedies import (
-    Change,
+    Remedy,
     even_shares,
     fewer_workers,
     less_exchange,
@@ -66,7 +66,7 @@ class _Part:
     name: str
     share: float
     words: str
-    change: Change | None
+    change: Remedy | None
 
 
 def bottleneck_of(
@@ -127,7 +127,7 @@ def _largest(
             f"{percent(data)} waits for data{costs}",
             less_input(stage, fed, _epochs(started)) if fed else None,
         ),
-        _Part("TURN", turn, f"{percent(turn)} waits for {busy}", fewer_workers(started) or Change("fewer workers")),
+        _Part("TURN", turn, f"{percent(turn)} waits for {busy}", fewer_workers(started) or Remedy("fewer workers")),
     ]
     parts.sort(key=lambda each: -each.share)
     named = [each for each in parts if each.share >= _NEAR * parts[0].share]
@@ -136,7 +136,7 @@ def _largest(
     if not alone and "of a step" not in shown[0].words:
         words = shown[0].words.replace(" %", " % of a step", 1) + ", " * (len(shown) > 1)
         words += ", ".join(each.words.replace(" of a step", "") for each in shown[1:])
-    if shared and named[0].name == "EXCHANGE":
+    if shared and named[0].name in ("COMPUTE", "EXCHANGE"):
         words += f"; {shared}, so that each also waits there for its turn"
     also = [each for each in parts if each.name in ("INPUT", "TURN") and each.share >= WORTH and each not in named]
     changes = [each.change for each in (*named, *also)]
@@ -151,7 +151,7 @@ def _found(
     rank: int | None,
     share: float,
     because: str,
-    changes: Sequence[Change | None],
+    changes: Sequence[Remedy | None],
     started: RunStarted | None,
 ) -> Bottleneck:
     """Returns a bottleneck with what its remedies say, each once."""
@@ -184,7 +184,7 @@ def _straggler(times: Mapping[int, StepTimes], slow: int, lag: float, started: R
     others_s = median(each.compute_s for rank, each in times.items() if rank != slow)
     longer = f"{fixed(times[slow].compute_s / others_s)} × as long as the others" if others_s > 0 else "for all others"
     because = f"rank {slow} computes {longer}, who wait for it"
-    change: Change | None = even_shares(started)
+    change: Remedy | None = even_shares(started)
     if shared := shared_cores(started):
         because, change = f"{because}; {shared}", fewer_workers(started)
     return _found("STRAGGLER", None, slow, lag, because, [change], started)
@@ -208,15 +208,15 @@ def _dear_input(rank: int, share: float, inputs: InputSummary, started: RunStart
     return _found("STRAGGLER", stage.name, rank, share, because, [replace(change, words=words)], started)
 
 
-def _less_compute(started: RunStarted | None) -> Change:
+def _less_compute(started: RunStarted | None) -> Remedy:
     if started is not None and started.workers and processes(started) * started.threads < started.cores:
         more = started.workers + 1
         if started.workers > 1:
-            return Change("nothing of the input; more workers", f"workers={more}", workers=more)
+            return Remedy("nothing of the input; more workers", f"workers={more}", workers=more)
         two = "nothing of the input; two workers"
-        return Change(two, "strategy=hr.Mirrored(workers=2)", strategy="mirrored", workers=2)
+        return Remedy(two, "strategy=hr.Mirrored(workers=2)", strategy="mirrored", workers=2)
     words = "nothing of the input; a smaller model, or what torch compiles, where it is measured to be faster"
-    return Change(words, 'options=hr.Options(compile="auto")', settings=(("options.compile", "auto"),))
+    return Remedy(words, 'options=hr.Options(compile="auto")', settings=(("options.compile", "auto"),))
 
 
 def _of_stages(step: PipelineStep, started: RunStarted | None) -> Bottleneck:
@@ -229,11 +229,11 @@ def _of_stages(step: PipelineStep, started: RunStarted | None) -> Bottleneck:
     others = f"waits for its turn: cores busy ({shared})" if shared else "goes to transfers between stages"
     share = started.global_batch_size if started else count
     more = (
-        Change("more micro-batches", f"micro_batches={count}", own=(("micro_batches", count),))
+        Remedy("more micro-batches", f"micro_batches={count}", own=(("micro_batches", count),))
         if count <= share
         else None
     )
-    cut = Change("cut it by a new profile", 'partition="auto"', own=(("partition", "auto"),))
+    cut = Remedy("cut it by a new profile", 'partition="auto"', own=(("partition", "auto"),))
     parts = [
         _Part("BUBBLE", own, f"{percent(own)} is the schedule's own with {step.micro_batches} micro-batches", more),
         _Part("IMBALANCE", uneven, f"{percent(uneven)} waits for stage {slow}, which takes longest", cut),
@@ -245,7 +245,7 @@ def _of_stages(step: PipelineStep, started: RunStarted | None) -> Bottleneck:
         ),
     ]
     parts.sort(key=lambda each: -each.share)
-    if step.bubble < WORTH:
+    if parts[0].share < WORTH:
         because = f"stages compute {percent(1 - step.bubble)} of a step"
         change = (fewer_workers(started) if shared else None) or _less_compute(started)
         return _found("COMPUTE-BOUND", None, None, 1 - step.bubble, because, [change], started)

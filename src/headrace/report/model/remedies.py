@@ -18,7 +18,7 @@ _FLAGS = ("--resume", "--watch")
 
 
 @dataclass(frozen=True)
-class Change:
+class Remedy:
     """How a run is to be started instead.
 
     Attributes:
@@ -108,17 +108,17 @@ def shared_cores(started: RunStarted | None) -> str:
     return f"{plural(processes(started), 'process', 'es')} share {plural(started.cores, 'core')}"
 
 
-def fewer_workers(started: RunStarted | None) -> Change | None:
+def fewer_workers(started: RunStarted | None) -> Remedy | None:
     """Returns as many workers as cores are left by the servers; None where there are no fewer."""
     if started is None or not started.cores:
         return None
     workers = max(1, started.cores - (processes(started) - started.workers))
     if workers >= started.workers:
         return None
-    return Change("a process a core", f"workers={workers}", workers=workers)
+    return Remedy("a process a core", f"workers={workers}", workers=workers)
 
 
-def less_input(stage: InputStageStats, own: InputStats, epochs: float) -> Change:
+def less_input(stage: InputStageStats, own: InputStats, epochs: float) -> Remedy:
     """Returns what makes the input cheaper, by where its time goes and how it is read already.
 
     Args:
@@ -131,18 +131,18 @@ def less_input(stage: InputStageStats, own: InputStats, epochs: float) -> Change
     alone = own.parallel == "inline" or (own.parallel == "threads" and own.readers == 1)
     if alone and stage.name != "batch" and stage.waiting_s > _WAITS * stage.busy_s:
         more = f"{readers} threads that read, since reading waits"
-        return Change(more, f"parallel={readers}", settings=(("data.parallel", readers),))
+        return Remedy(more, f"parallel={readers}", settings=(("data.parallel", readers),))
     is_cached = any(each.name.startswith("cache(") for each in own.stages)
     if epochs > 1 and stage.name != "batch" and not stage.draws and not is_cached:
         kept = "keep what does not change from epoch to epoch"
-        return Change(kept, '.cache("memory")', settings=(("data.cache", "memory"),))
+        return Remedy(kept, '.cache("memory")', settings=(("data.cache", "memory"),))
     if own.parallel == "inline" or (own.parallel == "threads" and stage.waiting_s > _WAITS * stage.busy_s):
         ahead = "processes that read while the model computes"
-        return Change(ahead, 'parallel="processes"', settings=(("data.parallel", "processes"),))
-    return Change("fewer pixels or smaller tensors (uint8, made float by the model), batched=True, or more cores")
+        return Remedy(ahead, 'parallel="processes"', settings=(("data.parallel", "processes"),))
+    return Remedy("fewer pixels or smaller tensors (uint8, made float by the model), batched=True, or more cores")
 
 
-def less_exchange(started: RunStarted | None, compute: float) -> Change | None:
+def less_exchange(started: RunStarted | None, compute: float) -> Remedy | None:
     """Returns what makes the exchange a smaller part.
 
     Args:
@@ -152,31 +152,31 @@ def less_exchange(started: RunStarted | None, compute: float) -> Change | None:
         return None
     if started.workers > 1 and started.workers * compute < 1.0 and started.strategy in _WHOLE:
         alone = "one process computes more, without an exchange"
-        return Change(alone, 'strategy="one_device"', strategy="one_device")
+        return Remedy(alone, 'strategy="one_device"', strategy="one_device")
     if started.strategy == "parameter_averaging":
-        return Change("average only as often as it is worth it", 'period="auto"', own=(("period", "auto"),))
+        return Remedy("average only as often as it is worth it", 'period="auto"', own=(("period", "auto"),))
     size = 2 * started.global_batch_size
     words = "a larger batch, so that an exchange is of more examples"
-    return Change(words, f"global_batch_size={size}", settings=(("job.global_batch_size", size),))
+    return Remedy(words, f"global_batch_size={size}", settings=(("job.global_batch_size", size),))
 
 
 _WHOLE = ("mirrored", "central_storage", "fully_sharded", "parameter_server", "downpour")
 """Strategies whose job one process can train as well, where the model fits."""
 
 
-def less_transfer(started: RunStarted | None) -> Change:
+def less_transfer(started: RunStarted | None) -> Remedy:
     """Returns what is faster than stages that wait for what they send each other."""
     if started is None or started.strategy != "pipeline":
-        return Change("fewer stages, or a cut where activations are smaller")
+        return Remedy("fewer stages, or a cut where activations are smaller")
     whole = "the whole model on each worker, where it fits; or a cut where activations are smaller"
-    return Change(whole, 'strategy="mirrored"', strategy="mirrored", workers=started.workers)
+    return Remedy(whole, 'strategy="mirrored"', strategy="mirrored", workers=started.workers)
 
 
-def even_shares(started: RunStarted | None) -> Change:
+def even_shares(started: RunStarted | None) -> Remedy:
     """Returns how a worker that is slower gets less to do."""
     words = "look at what else runs on its machine, or give it smaller shares of batches"
     if started is not None and started.strategy not in ("mirrored", "central_storage"):
-        return Change(f"{words}: mirrored and central_storage do, with balance='speed'")
-    return Change(
+        return Remedy(f"{words}: mirrored and central_storage do, with balance='speed'")
+    return Remedy(
         words, 'mirrored(balance="speed")' if started is None else 'balance="speed"', own=(("balance", "speed"),)
     )

@@ -14,7 +14,6 @@ from headrace.report.model.events import Attempt, EventLog, attempts, of_kind, r
 from headrace.report.model.glance import Brief
 from headrace.report.model.inputs import InputSummary, inputs_of
 from headrace.report.model.pipeline import PipelineStep, passed_of
-from headrace.report.model.predicted import PredictedRun
 from headrace.report.model.servers import ServerSummary, servers_of
 from headrace.report.model.training import (
     AveragingSummary,
@@ -26,6 +25,7 @@ from headrace.report.model.training import (
     balance_of,
     curves_of,
 )
+from headrace.report.predicted import PredictedRun
 from headrace.spec.events import (
     Evaluated,
     Event,

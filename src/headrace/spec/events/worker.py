@@ -48,11 +48,10 @@ class Stepped(Event, frozen=True, tag="stepped", omit_defaults=True):
     turn: str = ""
 
 
-class InputStageStats(Struct, frozen=True, forbid_unknown_fields=True):
+class InputStageStats(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The cost of one stage ("source", "map(augment)", "batch") of a worker's input, in all threads or processes.
 
-    `waiting_s` is the part of `busy_s` without computing: waiting for a disk, a network, a lock or a core. `draws` says
-    that it draws random numbers, so that its results differ from epoch to epoch.
+    `waiting_s` is the part of `busy_s` that waits for a disk, a network, a lock or a core; `draws`: random numbers.
     """
 
     name: str
