@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ def reported(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     """Runs a command of `headrace train`, and returns what its report says."""
     for arguments in ([*shlex.split(command)[1:], "--run-dir", str(folder)], ["report", str(folder), "--json"]):
         capsys.readouterr()
-        assert run(arguments) == 0
+        with pytest.MonkeyPatch.context() as patch:
+            # What a run says of its command.
+            patch.setattr(sys, "argv", ["headrace", *arguments])
+            assert run(arguments) == 0
     return json.loads(capsys.readouterr().out)
 
 

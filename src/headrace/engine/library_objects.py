@@ -1,4 +1,4 @@
-"""Objects of other libraries whose pickles leave out what a worker needs: functions that hang on a model or are memoized.
+"""Objects whose pickles leave out what a worker needs: functions that hang on a model or are memoized, and tables.
 
 A library's function that was made inside another one, such as a hook, goes by value. With it must not go what it names
 in its module: a worker's module has its own, which the library's other functions there use.
