@@ -318,5 +318,5 @@ def test_a_loss_that_is_nan_names_step_and_rank() -> None:
         hr.fit(make_job(model=Spoiled), PAIR, engine=hr.ThreadEngine(), on_event=seen.append)
     (failed,) = [event for event in seen if event.kind == "failed"]
     (bad,) = [event for event in seen if event.kind == "non_finite"]
-    assert f"on rank {bad.ranks[0]} at step {bad.step};" in failed.cause
+    assert f"on rank {bad.ranks[0]} at step {bad.step}" in failed.cause
     assert (bad.rank, bad.action) == (failed.rank, "raise")
