@@ -35,7 +35,8 @@ class Shot:
 
     Attributes:
         command: makes the page, in a folder that has the repository's examples.
-        page: the file; or "watch" for the address of `headrace watch`, "folder/" for a folder that a server shows.
+        page: the file; "folder/" for a folder that a server shows; or the command of a server, which is begun while the
+            first one goes on where it is `watch`.
         height: of the picture, from the top of the page.
         figure: the words that the figure's title begins with, where that alone is shown.
         ready: an expression that is true when the page is.
@@ -49,11 +50,13 @@ class Shot:
 
 
 _TRAIN = "headrace train examples/digits/job.py --run-dir runs/a"
+_WATCH, _SERVE = "headrace watch runs/a --port 0", "headrace serve model --port 0"
 _MODEL = "examples/simulate/model.toml --cluster examples/simulate/cluster.toml --global-batch-size 512"
+_ANSWERED = "document.querySelector('meter') !== null"
 SHOTS = {
     "compare": Shot("headrace compare examples/digits/job.py --workers 2 --run-dir runs", "runs/report.html", 856),
     "report": Shot(f"{_TRAIN} --strategy mirrored --workers 2 && headrace report runs/a", "runs/a/report.html", 960),
-    "watch": Shot(f"{_TRAIN} --strategy mirrored --workers 2 --set epochs=100000", "watch", 900),
+    "watch": Shot(f"{_TRAIN} --strategy mirrored --workers 2 --set epochs=100000", _WATCH, 900),
     "stages": Shot(
         f"{_TRAIN} --strategy 'pipeline(stages=2, micro_batches=4)' && headrace report runs/a",
         "runs/a/report.html",
@@ -67,11 +70,12 @@ SHOTS = {
     "recommend": Shot(f"headrace recommend {_MODEL} --examples 1281167 --out page.html", "page.html", 760),
     "verify": Shot("headrace verify examples/digits/job.py --workers 2 --html page.html", "page.html", 760),
     "bench": Shot("headrace bench --quick --only matrix,memory,storage --out page.html", "page.html", 900),
+    "serve": Shot(f"{_TRAIN} && headrace export runs/a -o model", _SERVE, 920, ready=_ANSWERED),
     "browser": Shot(
         f"{_TRAIN} && headrace export runs/a -o page --target browser",
         "page/",
         620,
-        ready="document.body.innerText.includes('0.')",
+        ready=_ANSWERED,
     ),
 }
 
@@ -95,16 +99,20 @@ def main() -> None:
 
 @contextmanager
 def shown(shot: Shot, folder: Path) -> Iterator[str]:
-    """Yields the address of a shot's page, after its command; `watch` is shown while it goes on."""
+    """Yields the address of a shot's page, after its command; a server is shown while it answers."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     start = functools.partial(subprocess.Popen, cwd=folder, env=environment, start_new_session=True)
-    if shot.page == "watch":
-        run = start(["bash", "-c", shot.command], stderr=subprocess.DEVNULL)
-        time.sleep(20)  # so much of the run is drawn
-        server = start(["headrace", "watch", "runs/a", "--port", "0"], stdout=subprocess.PIPE, text=True)
+    if shot.page.startswith("headrace "):
+        begun = start(["bash", "-c", shot.command], stderr=subprocess.DEVNULL)
+        if shot.page == _WATCH:
+            time.sleep(20)  # so much of the run is drawn
+        else:
+            begun.wait(120)
+        server = start(shot.page.split(), stdout=subprocess.PIPE, text=True)
         yield server.stdout.readline().split()[-1]
-        for process in (server, run):
-            os.killpg(process.pid, signal.SIGTERM)
+        for process in (server, begun):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
             process.wait(60)
         return
     subprocess.run(["bash", "-c", shot.command], cwd=folder, env=environment, check=True)
