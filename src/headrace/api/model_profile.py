@@ -32,6 +32,7 @@ from headrace.prediction.profiling.origin import digest_of, origin_here
 from headrace.prediction.profiling.passes import BatchPasses, accumulation_s, measure_passes
 from headrace.prediction.profiling.slices import sliced_profile
 from headrace.prediction.profiling.traffic import traffic_of
+from headrace.report.format import plural
 from headrace.report.model.training import WARM_UP_STEPS
 from headrace.spec.compute import BatchProfile, ComputeProfile, LayerSpec, SlicedProfile
 from headrace.spec.events import Stepped, WorkerEnded
@@ -252,7 +253,7 @@ class _Measuring:
 
     def passes(self, size: int) -> BatchPasses:
         """Measures forward and backward of the whole model."""
-        self._say(f"forward and backward of {size} examples")
+        self._say(f"forward and backward of {plural(size, 'example')}")
         try:
             return measure_passes(
                 self._module,
@@ -265,10 +266,10 @@ class _Measuring:
         except (RuntimeError, ValueError, MemoryError) as error:
             if isinstance(error, MemoryError) or out_of_memory(error):
                 raise UnfitMachine(
-                    f"there was no memory for a batch of {size} examples: {error}; use more micro-batches "
+                    f"there was no memory for a batch of {plural(size, 'example')}: {error}; use more micro-batches "
                     "(Options.accumulate), or a machine with more memory"
                 ) from error
-            raise JobError(f"the model cannot be trained on {size} examples: {error}") from error
+            raise JobError(f"the model cannot be trained on {plural(size, 'example')}: {error}") from error
         finally:
             give_back()
 
@@ -279,13 +280,13 @@ class _Measuring:
         """
         tries: list[_Step] = []
         for _ in range(_TRIES):
-            self._say(f"steps of training of {size} examples")
+            self._say(f"steps of training of {plural(size, 'example')}")
             run, measurement = measured(lambda: self._trained(size, passes, OneDevice(threads=self.threads)))
             why = doubts(measurement, None)
             tries.append(_typical_of(run, quickest=bool(why)))
             if not why:
                 return tries[-1]
-        self.disturbed = {"disturbed": f"while it trained on {size} examples, {' and '.join(why)}"}
+        self.disturbed = {"disturbed": f"while it trained on {plural(size, 'example')}, {' and '.join(why)}"}
         return min(tries, key=lambda step: step.compute_s)
 
     @property
@@ -305,7 +306,7 @@ class _Measuring:
 
         One worker alone takes turns with them, because a machine's speed may change meanwhile.
         """
-        self._say(f"steps of training of {size} examples in each of {self.crowd} workers")
+        self._say(f"steps of training of {plural(size, 'example')} in each of {self.crowd} workers")
         ratios = []
         try:
             for _ in range(_TURNS):
@@ -339,7 +340,7 @@ class _Measuring:
         """Measures the layers, () where the model cannot be cut between them."""
         if not self._has_layers:
             return ()
-        self._say(f"layers, with {size} examples")
+        self._say(f"layers, with {plural(size, 'example')}")
         try:
             found = profile_layers(
                 self._module,

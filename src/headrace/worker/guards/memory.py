@@ -44,7 +44,7 @@ def explained(error: BaseException, run: RunSpec, role: Role, session: WorkerSes
             f"what needs less: {_fewer_copies(run, role)}"
         )
     share, options = session.progress.share, run.job.options
-    of = f"of {share.examples} examples" if share.examples else "without examples"
+    of = f"of {share.examples} example{'s' * (share.examples != 1)}" if share.examples else "without examples"
     batch = f"round {session.progress.begun}, epoch {share.epoch}, a share {of}"
     done = f" after step {session.progress.done}"
     step = f"in {phase}" + (done if phase == _EVALUATION else f" of step {session.progress.begun + 1} ({batch})")

@@ -13,6 +13,7 @@ from headrace.cli.options import SettingsOption
 from headrace.cli.output import Answer, writing
 from headrace.errors import UsageError
 from headrace.machine import disk
+from headrace.report.format import plural
 
 if TYPE_CHECKING:
     from headrace.export.tensors import Array
@@ -57,7 +58,7 @@ def predict(
     count = max(map(len, outputs.values()))
     if output is not None:
         _write(output, task, outputs)
-        answer.give({"output": str(output), "examples": count}, f"{output}: {count} examples")
+        answer.give({"output": str(output), "examples": count}, f"{output}: {plural(count, 'example')}")
     elif answer.as_json:
         answer.document({"predictions": list(_rows(task, outputs))})
     else:
