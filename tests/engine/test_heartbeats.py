@@ -242,3 +242,5 @@ def test_progress_has_no_loss_before_a_rank_has_one(pages: Pages) -> None:
     assert RunProgress.read(pages[0]) == RunProgress(1, None, 0)
     heartbeat.loss = 2.5
     assert RunProgress.read(pages[0]) == RunProgress(1, 2.5, 0)
+    pages[0].ranks[0].heartbeat.loss = 1.5
+    assert RunProgress.read(pages[0]) == RunProgress(1, 2.0, 0)

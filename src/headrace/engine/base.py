@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
@@ -58,7 +59,7 @@ ECHO_S = 1.0
 
 @dataclass(frozen=True)
 class RunProgress:
-    """How far a run is, and whether it `stops` soon; `loss` is the last of the first rank that has one, None before."""
+    """How far a run is, and whether it `stops` soon; `loss` is the mean of the ranks' last ones, None before."""
 
     step: int
     loss: float | None
@@ -69,7 +70,8 @@ class RunProgress:
     def read(cls, page: ControlPage) -> RunProgress:
         """Returns the progress that the ranks' heartbeats tell."""
         heartbeats = [record.heartbeat for record in page.ranks]
-        loss = next((heartbeat.loss for heartbeat in heartbeats if heartbeat.loss), None)
+        losses = [heartbeat.loss for heartbeat in heartbeats if heartbeat.loss]
+        loss = fmean(losses) if losses else None
         step, examples = max(each.step for each in heartbeats), sum(each.examples for each in heartbeats)
         return cls(step, loss, examples, bool(page.stop))
 
