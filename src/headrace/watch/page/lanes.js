@@ -75,8 +75,8 @@ export class Lanes {
     const pen = this.#canvas.getContext("2d");
     pen.scale(scale, scale);
     const last = Math.max(...bins.keys());
-    const count = this.#bins || last + 1;
-    // The last minute of a run that is younger begins before the run.
+    // Of a run that is younger than a minute, what there is.
+    const count = Math.min(this.#bins || Infinity, last + 1);
     const first = last + 1 - count;
     const across = (width - LEFT) / count;
     this.#view = { rows, lane, first, last, across, count };
