@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 129_636
+LINES = 129_640
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_030
@@ -20,7 +20,7 @@ CLOSURES = {
     "engine.local.process": 22_390,
     "parameter_server.core.shard": 1_250,
     "serving.application": 4_140,
-    "api.fit": 34_020,
+    "api.fit": 34_030,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 
