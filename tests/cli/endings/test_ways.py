@@ -9,8 +9,11 @@ import pytest
 
 from cli.endings.job import ENDS
 from cli.endings.places import Places, places_of
-from cli.endings.running import JOB, running
+from cli.endings.running import JOB, SOON_S, running
 from cli.endings.ways import OTHERS, QUICK, Way
+from engine.conftest import until
+from headrace.machine.disk import is_left
+from headrace.report.model.ending import LOCK
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +37,8 @@ def ended(folder: Path, way: Way) -> Places:
     with running(folder, command(folder, way), way.before) as run:
         way.deed(run)
         assert run.end() == way.code, run.said()
+    # The workers of a command that was killed see so, and end.
+    assert until(lambda: is_left(run.run_dir / LOCK), SOON_S)
     return places_of(run.run_dir, run.said() if way.speaks else None)
 
 
