@@ -29,10 +29,7 @@ LOCK = "lock"
 """In the run's directory; the processes of a run hold it while they live."""
 _SIGINT, _SIGTERM, _TWICE = "Ctrl-C (SIGINT)", "SIGTERM", "interrupted (SIGINT) before its round was done"
 _GONE = "the process that led it is gone and has said nothing: it was killed, or its machine has stopped"
-_UNSAVED = (
-    "nothing was saved to go on from: --checkpoint-every 30s saves sooner (a run_dir, and "
-    "checkpoints=hr.Checkpoints(every_s=30))"
-)
+_UNSAVED = "nothing was saved to go on from: --checkpoint-every 30s (hr.Checkpoints(every_s=30)) saves sooner"
 _CRASHED = "compiled code has crashed: with PYTHONFAULTHANDLER=1 in the environment that rank's log says where"
 _HINTS = {
     "SIGKILL": "often that is the kernel's out-of-memory killer, as `dmesg` says",
@@ -45,15 +42,11 @@ _GOING_ON = ("--resume", "--resume-if-saved", "--watch")
 
 
 def ended_by(error: BaseException, run_dir: Path, command: str = "") -> tuple[str, str]:
-    """Returns cause and remedy of a run that an error ends; the error says both afterwards.
-
-    `command` is what has started the run.
-    """
+    """Returns cause and remedy of a run of a command that an error ends; the error says both afterwards."""
     if isinstance(error, RunFailed):
         lost = isinstance(error, PeerLost | ForkServerLost)
         hint = next((each for said, each in _HINTS.items() if lost and said in error.what()), "")
-        again = "" if _is_not_finite(error) else resuming(run_dir, command)
-        last = again or (_UNSAVED if lost else "")
+        last = ("" if _is_not_finite(error) else resuming(run_dir, command)) or (_UNSAVED if lost else "")
         error.remedy = "; ".join(filter(None, (error.remedy or _place_of(error), hint, last)))
         return error.what(), error.remedy
     if isinstance(error, HeadraceError):

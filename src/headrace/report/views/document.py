@@ -29,7 +29,7 @@ def write_document(path: Path, title: str, body: Iterable[str]) -> Path:
     return path
 
 
-_CODE, _AS_CODE = re.compile("`([^`]+)`"), r"<code>\1</code>"
+_CODE = re.compile("`([^`]+)`")
 
 
 def page_header(
@@ -39,7 +39,7 @@ def page_header(
     pairs = "".join(f"<div>{_definition(*each)}</div>" for each in facts)
     return (
         f'<header>\n<p class="eyebrow">{eyebrow}</p>\n<h1>{html_text(heading)}</h1>\n'
-        + (f'<p class="{mood}">{_CODE.sub(_AS_CODE, html_text(lede))}</p>\n' if lede else "")
+        + (f'<p class="{mood}">{coded(lede)}</p>\n' if lede else "")
         + (f'<dl class="facts">{pairs}</dl>\n' if pairs else "")
         + "</header>"
     )
@@ -101,6 +101,11 @@ def embedded(body: Iterable[str]) -> str:
 def html_text(text: str) -> str:
     """Returns text without control characters, escaped."""
     return escape(clean(text))
+
+
+def coded(text: str) -> str:
+    """Returns text as `html_text` does; what stands between backticks is code."""
+    return _CODE.sub(r"<code>\1</code>", html_text(text))
 
 
 def scrolled_table(heads: Iterable[str], rows: Iterable[str], first: str = "run") -> str:

@@ -11,6 +11,7 @@ from headrace.report.model.summary import Summary, brief_of
 from headrace.report.model.training import STEP_PARTS, WARM_UP_STEPS
 from headrace.report.model.verdict import References, verdict
 from headrace.report.views.document import (
+    coded,
     definitions,
     embedded,
     fold,
@@ -96,8 +97,8 @@ def page_fragment(summaries: Sequence[Summary], references: References | None = 
     if len(summaries) > 1:
         above = [f"<p>{html_text(verdict(summaries, known))}</p>", _table(summaries, known)]
     else:
-        above = [_run_list(summaries[0], known)]
-    alerts = (f"<p><strong>{html_text(ending(each))}</strong></p>" for each in summaries if ending(each))
+        above = [_run_list(summaries[0], known, without=("status",) if ending(summaries[0]) else ())]
+    alerts = (f"<p><strong>{coded(ending(each))}</strong></p>" for each in summaries if ending(each))
     drawn = main_pictures(summaries, known)
     keys = _keys(summaries, known)
     shown = picture_list((each, keys[each.key]) for each in drawn)
@@ -207,9 +208,9 @@ def _speed(summary: Summary) -> str:
     return summary.bottleneck.line if summary.bottleneck else ""
 
 
-def _run_list(summary: Summary, references: References) -> str:
+def _run_list(summary: Summary, references: References, without: Sequence[str] = ()) -> str:
     """Returns what is known of one run, as names and values."""
-    rows = [(name, value) for name, value in run_rows(summary) if name not in ("run", "notice", "predicted")]
+    rows = [(name, value) for name, value in run_rows(summary) if name not in ("run", "notice", "predicted", *without)]
     against = references.to_one_device(summary)
     if against is not None:
         rows.append(("× one process", f"{fixed(against)} of one process with all threads"))
