@@ -25,9 +25,9 @@ from headrace.data import (
     from_files,
     interleave,
     mix,
+    read_by,
 )
 from headrace.data.loading.autotune import ReadMode, ReadModes
-from headrace.data.pipeline.pipeline import read_by
 from headrace.data.pipeline.source import Epoch
 from headrace.data.pipeline.steps import Cache
 from headrace.errors import DataError, UsageError
@@ -386,9 +386,8 @@ def test_data_that_is_read_in_another_way_has_the_same_batches() -> None:
 
 def test_of_a_loader_with_workers_only_their_number_is_changed() -> None:
     loader = torch.utils.data.DataLoader(list(range(8)), batch_size=4, num_workers=1)
-    pipeline, _ = as_pipeline(loader)
-    changed = read_by(pipeline, 3).processes
+    changed = read_by(loader, 3).processes
     assert changed is not None
     assert changed.count == 3
     with pytest.raises(UsageError, match="reads with workers of its own; give their number"):
-        read_by(pipeline, "threads")
+        read_by(loader, "threads")

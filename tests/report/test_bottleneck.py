@@ -16,7 +16,7 @@ from headrace.spec.events import InputStageStats, InputStats, RunStarted, StageP
 
 
 def started(workers: int = 2, servers: int = 0, cores: int = 8, command: str = "", strategy: str = "x") -> RunStarted:
-    roles = [{"host": "mill"} for _ in range(workers + servers)]
+    roles = [{"host": "mill", "kind": "server" if rank >= workers else "worker"} for rank in range(workers + servers)]
     plain: dict[str, Any] = {"roles": roles}
     return RunStarted(
         -1, 0.0, strategy, workers, "cpu", 1, 64, 640, "", plain, {}, cores=cores, command=command, rounds=10
@@ -47,7 +47,8 @@ def verdict(wait: float, compute: float, exchange: float, cost_s: float = 0.0, *
         ((0.01, 0.70, 0.20, 0.003), {}, "COMPUTE-BOUND", "79 % of a step computes"),
         ((0.01, 0.20, 0.75, 0.003), {}, "EXCHANGE-BOUND", "75 % of a step goes to the exchange"),
         ((0.60, 0.30, 0.05, 0.600), {}, "INPUT-BOUND", "by map(slow), 100 % of the input's cost"),
-        ((0.60, 0.30, 0.05, 0.003), {}, "TURN-BOUND", "waits for its next share of the data"),
+        ((0.60, 0.30, 0.05, 0.003), {"servers": 1}, "TURN-BOUND", "waits for its next share of the data"),
+        ((0.60, 0.30, 0.05, 0.003), {}, "TURN-BOUND", "its readers wait for a core"),
         ((0.60, 0.30, 0.05, 0.003), {"workers": 4, "cores": 2}, "TURN-BOUND", "cores busy (4 processes share 2 cores)"),
         ((0.45, 0.50, 0.05, 0.450), {}, "COMPUTE- AND INPUT-BOUND", "45 % waits for data"),
         ((0.20, 0.75, 0.05, 0.200), {}, "COMPUTE-BOUND", "20 % waits for data (map(slow) is 100 % of its cost)"),
@@ -64,8 +65,8 @@ def test_the_largest_part_is_named(
 
 
 def test_an_input_that_is_worth_it_has_a_remedy_where_another_part_is_larger() -> None:
-    assert 'parallel="processes"' in verdict(0.2, 0.75, 0.05, 0.2).remedy
-    assert "parallel=" not in verdict(0.2, 0.75, 0.05, 0.001).remedy
+    assert 'read_by(data, parallel="processes")' in verdict(0.2, 0.75, 0.05, 0.2).remedy
+    assert "processes" not in verdict(0.2, 0.75, 0.05, 0.001).remedy
 
 
 COMMAND = "headrace train job.py --strategy 'mirrored(overlap=False)' --workers 3 --run-dir a --set lr=1"

@@ -236,10 +236,13 @@ def test_the_exchange() -> None:
 @pytest.mark.parametrize(
     ("work", "said"),
     [
-        (reader_of(parallel="inline"), '.cache("memory")'),
-        (reader_of(waiting=0.5, parallel="inline"), "4 threads that read, since reading waits: parallel=4"),
-        (reader_of(waiting=0.5), '.cache("memory")'),
-        (reader_of(source=2.0), '.cache("memory")'),
+        (reader_of(parallel="inline"), 'read_by(data, cache="memory")'),
+        (
+            reader_of(waiting=0.5, parallel="inline"),
+            "4 threads that read, since reading waits: data=",
+        ),
+        (reader_of(waiting=0.5), 'read_by(data, cache="memory")'),
+        (reader_of(source=2.0), 'read_by(data, cache="memory")'),
         (reader_of(batch=2.0), "smaller tensors"),
         (reader_of(batch=2.0, parallel="inline"), 'parallel="processes"'),
     ],

@@ -31,7 +31,8 @@ from headrace.api.probes.optimizers.schedules import check_schedule
 from headrace.api.probes.parts.explained import called_with, failing_layer, guarded
 from headrace.api.probes.sets import Sets, find_sets, try_loss
 from headrace.batches import arguments, call, form, select_target
-from headrace.data.loading.loader import Loader, as_pipeline
+from headrace.data.given import as_pipeline
+from headrace.data.loading.loader import Loader
 from headrace.data.pipeline.combined import check_cache_folders
 from headrace.data.pipeline.order import visits
 from headrace.data.pipeline.pipeline import InputPipeline

@@ -23,7 +23,7 @@ from headrace.api.resume import describe_run
 from headrace.api.run import Run
 from headrace.api.run_directory import TemporaryRunDir
 from headrace.api.supervision import supervise
-from headrace.data.loading.loader import as_pipeline
+from headrace.data.given import as_pipeline
 from headrace.devices import AUTO, HOST, kind_of, notice_of_auto
 from headrace.engine.base import FASTER, LEFT, NOT_ENCRYPTED, TERMINATED, Engine, Terminated, require_no_global_hooks
 from headrace.engine.local.engine import kept_engine

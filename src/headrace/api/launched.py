@@ -27,7 +27,7 @@ from headrace.api.checks import JobInfo
 from headrace.api.resume import ResumeRequest, begin_attempt
 from headrace.api.supervision import Follower, begin_and_end, copying, follow_run, write_end
 from headrace.data.cache.fingerprint import fingerprint
-from headrace.data.loading.loader import as_pipeline
+from headrace.data.given import as_pipeline
 from headrace.data.pipeline.order import visits
 from headrace.data.pipeline.source import ArraySource
 from headrace.engine.base import LEFT, Engine, RunProgress

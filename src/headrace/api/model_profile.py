@@ -16,7 +16,8 @@ from headrace.api.profiling import measured, with_ready_data, without_end
 from headrace.api.run import Run
 from headrace.batches import examples_of
 from headrace.bench.advice import JobFacts
-from headrace.data.loading.loader import Loader, as_pipeline
+from headrace.data.given import as_pipeline
+from headrace.data.loading.loader import Loader
 from headrace.devices import AUTO, HOST, check_name
 from headrace.engine.base import Engine
 from headrace.errors import HeadraceError, JobError, UnfitMachine, UsageError
@@ -164,8 +165,7 @@ def job_facts(job: Job, name: str, seconds: float = 1.0, say: Callable[[str], ob
 
 def _input_rate(job: Job, examples: int, seconds: float) -> float:
     """Returns the examples a second that the job's input gives, after the first batch, in which files are opened."""
-    pipeline, _ = as_pipeline(job.data)
-    read = 0
+    (pipeline, _), read = as_pipeline(job.data), 0
     began: float | None = None
     while True:
         shares = Loader(pipeline, job.seed, examples, (1,), 0).sweep(alone=True)

@@ -13,7 +13,8 @@ import torch
 
 from headrace.api.fit import fit, launch
 from headrace.api.run import Run
-from headrace.data.loading.loader import Loader, as_pipeline
+from headrace.data.given import as_pipeline
+from headrace.data.loading.loader import Loader
 from headrace.data.pipeline.combined import replayed
 from headrace.engine.base import Engine
 from headrace.machine.resources import ProcessorTimes, processor_times

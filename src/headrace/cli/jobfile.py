@@ -28,7 +28,7 @@ _OBJECTS = ("schedule", "early_stopping")
 _JOB, _NUMBERS = "job.", ("global_batch_size", "epochs", "steps", "seed")
 """The same for the Job itself, and its fields that a literal can give."""
 _DATA, _WAYS = "data.", ("parallel", "cache", "prefetch")
-"""The same for how the training data is read, and the arguments of `read_by`."""
+"""The same for how the training data is read, and the arguments of `hr.data.read_by`."""
 
 
 def load_job(path: Path, settings: Sequence[str] = ()) -> Job:
@@ -54,10 +54,9 @@ def load_job(path: Path, settings: Sequence[str] = ()) -> Job:
     numbers |= {other: None for one, other in (("steps", "epochs"), ("epochs", "steps")) if one in numbers}
     if ways := _set(ours[_DATA], _DATA, _WAYS, "reading the data"):
         # Lazily: other commands read a job's file and no data.
-        from headrace.data import as_pipeline
-        from headrace.data.pipeline.pipeline import read_by
+        from headrace.data import read_by
 
-        numbers["data"] = read_by(as_pipeline(job.data)[0], **ways)
+        numbers["data"] = read_by(job.data, **ways)
     return replace(job, **numbers, source=JobSource(str(path.resolve()), tuple(settings)))
 
 

@@ -65,7 +65,7 @@ def listed(devices: Sequence[str]) -> str:
 
 def _data(path: Path, settings: Sequence[str]) -> str:
     from headrace.data.cache.fingerprint import fingerprint
-    from headrace.data.loading.loader import as_pipeline
+    from headrace.data.given import as_pipeline
 
     # An error here alone would leave the other hosts waiting.
     try:

@@ -14,7 +14,8 @@ from headrace.registry import lazy_names
 
 if TYPE_CHECKING:
     from headrace.data.datasets import ImageData, digits, fashion_mnist, fashion_mnist_or_digits
-    from headrace.data.loading.loader import Loader, as_pipeline, batches
+    from headrace.data.given import as_pipeline, read_by
+    from headrace.data.loading.loader import Loader, batches
     from headrace.data.loading.reader import CpuBudget
     from headrace.data.loading.transfer import delivered
     from headrace.data.pipeline.combined import interleave, mix
@@ -60,13 +61,15 @@ __all__ = [
     "interleave",
     "local",
     "mix",
+    "read_by",
     "string_ids",
 ]
 
 # Where each name is imported from when it is first used: a worker that trains from arrays loads no reader of files.
 _MODULES = {
     "datasets": ("ImageData", "digits", "fashion_mnist", "fashion_mnist_or_digits"),
-    "loading.loader": ("Loader", "as_pipeline", "batches"),
+    "given": ("as_pipeline", "read_by"),
+    "loading.loader": ("Loader", "batches"),
     "loading.reader": ("CpuBudget",),
     "loading.transfer": ("delivered",),
     "pipeline.combined": ("interleave", "mix"),

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from headrace.data.loading.loader import Loader, as_pipeline
+from headrace.data.given import as_pipeline
+from headrace.data.loading.loader import Loader
 from headrace.errors import DataError, JobError, UnfitMachine, UsageError
 from headrace.export import programs, signature
 from headrace.export.browser.runtime import find_runtime, write_page

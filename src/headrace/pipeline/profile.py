@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from headrace.batches import select_target
-from headrace.data.loading.loader import Loader, as_pipeline
+from headrace.data.given import as_pipeline
+from headrace.data.loading.loader import Loader
 from headrace.errors import JobError, UnfitMachine, UsageError
 from headrace.machine.allocator import give_back
 from headrace.machine.limits import out_of_memory

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from headrace.data.loading.loader import as_pipeline
+from headrace.data.given import as_pipeline
 from headrace.data.pipeline.order import Rounds
 from headrace.errors import CorruptCheckpoint, PeerLost
 from headrace.machine.resources import peak_resident_bytes, resident_bytes

@@ -16,7 +16,8 @@ from torch import nn
 
 from headrace.collectives.base import Collective, ProcessGroup, moved_bytes_of
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
-from headrace.data.loading.loader import Loader, as_pipeline
+from headrace.data.given import as_pipeline
+from headrace.data.loading.loader import Loader
 from headrace.data.loading.reader import CpuBudget
 from headrace.data.pipeline.order import Hosts
 from headrace.data.pipeline.pipeline import InputPipeline
@@ -354,8 +355,7 @@ def build_evaluation(run: RunSpec, role: Role, replica: Replica, group: ProcessG
 
 def sample_of(job: Job) -> Any:
     """Returns a batch of the training data's first two examples."""
-    pipeline, _ = as_pipeline(job.data)
-    loader = Loader(pipeline, job.seed, min(2, len(pipeline)), (1,), 0, ordered=True)
+    loader = Loader(data := as_pipeline(job.data)[0], job.seed, min(2, len(data)), (1,), 0, ordered=True)
     return next(share.batch for share in loader.sweep(alone=True) if share.examples)
 
 

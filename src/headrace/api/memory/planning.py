@@ -14,7 +14,8 @@ from torch import nn
 from headrace.api.memory.quantised import in_8_bits
 from headrace.api.probes.losses import join_loss
 from headrace.api.probes.optimizers.probe import probe_optimizer
-from headrace.data.loading.loader import Loader, as_pipeline
+from headrace.data.given import as_pipeline
+from headrace.data.loading.loader import Loader
 from headrace.devices import HOST
 from headrace.errors import DataError, HeadraceError, UsageError
 from headrace.machine.dynamo import postpone_compiler

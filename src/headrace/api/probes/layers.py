@@ -14,7 +14,8 @@ from headrace.api.probes.finding import Finding, Scope, names_of
 from headrace.api.probes.parts.reads import reads_of
 from headrace.api.probes.parts.sample import Sample
 from headrace.batches import call
-from headrace.data.loading.loader import Loader, as_pipeline
+from headrace.data.given import as_pipeline
+from headrace.data.loading.loader import Loader
 from headrace.devices import HOST
 from headrace.errors import JobError, UsageError
 from headrace.internals import SPARSE_ARGUMENTS, BatchNorm, DropoutNd

@@ -25,7 +25,8 @@ from headrace.api.probes.parts.sample import Sample
 from headrace.api.probes.parts.split_loss import probe_split_loss, probe_split_metrics
 from headrace.api.probes.reading import probe_reading
 from headrace.batches import call, select_target
-from headrace.data.loading.loader import Loader, as_pipeline
+from headrace.data.given import as_pipeline
+from headrace.data.loading.loader import Loader
 from headrace.errors import DataError, JobError, UsageError, in_one_line
 from headrace.policies.roles import pieces_of
 from headrace.spec.job import Job, Share

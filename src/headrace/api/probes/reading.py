@@ -10,7 +10,8 @@ from torch import nn
 
 from headrace.api.probes.finding import Finding, Scope, names_of
 from headrace.api.probes.parts.split_loss import bounds_of_parts, loss_apart
-from headrace.data.loading.loader import Loader, as_pipeline
+from headrace.data.given import as_pipeline
+from headrace.data.loading.loader import Loader
 from headrace.data.pipeline.parts import COMBINES, differences
 from headrace.data.pipeline.source import ArraySource
 from headrace.spec.job import Job

@@ -12,7 +12,7 @@ import torch
 
 from headrace.api.checks import JobInfo
 from headrace.api.model_profile import identity, profile
-from headrace.data.loading.loader import as_pipeline
+from headrace.data.given import as_pipeline
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.machine.identity import host_name, versions
 from headrace.machine.resources import cores, spare_memory_bytes

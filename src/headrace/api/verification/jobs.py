@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from headrace.batches import call
-from headrace.data.loading.loader import Loader, as_pipeline
+from headrace.data.given import as_pipeline
+from headrace.data.loading.loader import Loader
 from headrace.data.pipeline.pipeline import InputPipeline, from_arrays
 from headrace.internals import BatchNorm
 from headrace.modules import copy_module, restore, same_values, set_train_modes

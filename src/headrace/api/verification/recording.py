@@ -18,7 +18,8 @@ from headrace.api.verification.plain_worker import PlainWorker
 from headrace.batches import call, select_target
 from headrace.checkpoint.forms import extra_states, load_extra_states
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
-from headrace.data.loading.loader import Loader, as_pipeline
+from headrace.data.given import as_pipeline
+from headrace.data.loading.loader import Loader
 from headrace.metrics import Mean, weigh
 from headrace.modules import evaluating, names_of_sets, parameters_and_buffers, parts_of
 from headrace.spec.job import Job

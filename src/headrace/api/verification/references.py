@@ -20,7 +20,8 @@ from headrace.api.verification.recording import (
 )
 from headrace.averaging.outer_steps import Elastic, MeanStep, Momentum, Nesterov, OuterStep, outer_step
 from headrace.checkpoint.forms import extra_states, load_extra_states
-from headrace.data.loading.loader import Loader, as_pipeline
+from headrace.data.given import as_pipeline
+from headrace.data.loading.loader import Loader
 from headrace.modules import copy_module
 from headrace.spec.job import Job
 from headrace.strategies import Gossip, ParameterAveraging, Strategy

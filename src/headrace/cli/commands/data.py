@@ -95,7 +95,7 @@ def data(
 
 def _check(answer: Answer, job: Any) -> None:
     # Lazily: `--help` need not wait for torch.
-    from headrace.data.loading.loader import as_pipeline
+    from headrace.data.given import as_pipeline
     from headrace.data.transforms import check_deterministic
 
     pipeline, _ = as_pipeline(job.data)

@@ -177,7 +177,7 @@ def _known(path: Path, settings: list[str] | None, goal: str | None) -> tuple[Mo
     with job_on_engine(path, settings) as (job, engine):
         # Lazily: they import torch.
         from headrace.api.model_profile import profile
-        from headrace.data.loading.loader import as_pipeline
+        from headrace.data.given import as_pipeline
 
         to_goal = known_goal(job, goal)
         measured = replace(profile(job, engine=engine, say=lambda line: say(f"measuring {line}")), to_goal=to_goal)

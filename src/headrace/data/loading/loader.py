@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from time import perf_counter
@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from headrace.data.loading.reader import CpuBudget, ExampleReader, Part, ReadResult
 from headrace.data.pipeline.order import Bucketed, ExampleOrder, Rounds, derived
-from headrace.data.pipeline.pipeline import InputPipeline, from_arrays, visited
+from headrace.data.pipeline.pipeline import InputPipeline, visited
 from headrace.data.pipeline.source import ArraySource
 from headrace.errors import DataError, UsageError
 from headrace.policies.roles import bounds
@@ -355,33 +354,3 @@ def batches(pipeline: InputPipeline, *, epoch: int = 0, seed: int = 0, start: in
     with closing(loader.rounds(first + start, first + loader.rounds_per_epoch)) as shares:
         for share in shares:
             yield share.batch
-
-
-def as_pipeline(data: Any) -> tuple[InputPipeline, tuple[str, ...]]:
-    """Returns the pipeline for `Job.data`, and lines that the user should see.
-
-    A pipeline stays as it was defined; anything else is shuffled by the job's seed.
-
-    Args:
-        data: a pipeline, a tuple or list of tensors or arrays, a dict of them, one alone, a list of
-            examples, a map-style data set, or a `DataLoader` around one.
-
-    Raises:
-        DataError: it is none of these, is empty or ragged.
-
-    Examples:
-        >>> pipeline, lines = hr.data.as_pipeline((torch.zeros(8, 4), torch.zeros(8)))
-        >>> len(pipeline), pipeline.shuffled
-        (8, True)
-    """
-    if isinstance(data, InputPipeline):
-        return data, ()
-    if isinstance(data, Tensor | np.ndarray | Mapping):
-        return from_arrays(data).shuffle(), ()
-    examples = isinstance(data, list) and data and isinstance(data[0], tuple | dict)
-    if isinstance(data, tuple | list) and not examples:
-        return from_arrays(*data).shuffle(), ()
-    # Imported for those alone that give such data.
-    from headrace.data.sources.torch import from_indexed
-
-    return from_indexed(data)

@@ -13,7 +13,7 @@ import numpy as np
 from headrace.data.pipeline.collator import Collator
 from headrace.data.pipeline.order import Hosts
 from headrace.data.pipeline.source import ArraySource, Source, as_tensor, require_whole
-from headrace.data.pipeline.steps import Batching, Cache, Filter, Map, Reading, Step, cached, takes_rng
+from headrace.data.pipeline.steps import Batching, Filter, Map, Reading, Step, cached, takes_rng
 from headrace.errors import DataError, UsageError
 
 _STACKED = Batching()
@@ -254,40 +254,6 @@ Pipeline = InputPipeline
 def visited(pipeline: InputPipeline) -> range:
     """Returns the indices of the source's examples that an epoch visits."""
     return range(len(pipeline.source)) if pipeline.taken is None else pipeline.taken
-
-
-def read_by(
-    pipeline: InputPipeline,
-    parallel: str | int | None = None,
-    cache: str | None = None,
-    prefetch: int | None = None,
-) -> InputPipeline:
-    """Returns a pipeline that is read in another way; its batches are the same, in the same order.
-
-    Args:
-        parallel: as of `map`; where a torch `DataLoader` with workers was given, how many they are.
-        cache: "memory" or a folder: examples are kept behind the last step before the first that draws random numbers.
-            What a map-style data set draws itself is kept as it was drawn first.
-        prefetch: batches that are read ahead.
-
-    Raises:
-        UsageError: there is no such way to read, or the pipeline has a cache already.
-    """
-    reading, processes, steps = pipeline.reading, pipeline.processes, pipeline.steps
-    if parallel is not None and processes is not None:
-        if not isinstance(parallel, int) or parallel < 1:
-            raise UsageError(f"the DataLoader reads with workers of its own; give their number, got {parallel!r}")
-        processes = dataclasses.replace(processes, count=parallel)
-    elif parallel is not None:
-        name, count = ("threads", parallel) if isinstance(parallel, int) else (parallel, None)
-        reading = dataclasses.replace(reading, parallel=name, count=count)
-    if cache is not None:
-        if any(isinstance(step, Cache) for step in steps):
-            raise UsageError("the data has a cache already; one is enough")
-        drawn = next((place for place, step in enumerate(steps) if step.draws), len(steps))
-        steps = (*steps[:drawn], cached(pipeline.source, steps[:drawn], cache, None, None), *steps[drawn:])
-    changed = dataclasses.replace(pipeline, reading=reading, processes=processes, steps=steps)
-    return changed if prefetch is None else changed.prefetch(prefetch)
 
 
 def from_arrays(*arrays: Any) -> InputPipeline:

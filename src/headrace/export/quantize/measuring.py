@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from headrace.batches import select_target
-from headrace.data.loading.loader import Loader, as_pipeline
+from headrace.data.given import as_pipeline
+from headrace.data.loading.loader import Loader
 from headrace.export.predictor import inputs_of
 from headrace.metrics import weigh
 from headrace.spec.job import Job

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
-from headrace.data.loading.loader import Loader, as_pipeline
+from headrace.data.given import as_pipeline
+from headrace.data.loading.loader import Loader
 from headrace.errors import DataError
 from headrace.machine.resources import peak_resident_bytes
 from headrace.parameter_server.wire import Kind, Message

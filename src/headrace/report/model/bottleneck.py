@@ -14,9 +14,11 @@ from headrace.report.model.remedies import (
     Remedy,
     even_shares,
     fewer_workers,
+    has_servers,
     less_exchange,
     less_input,
     less_transfer,
+    less_turn,
     processes,
     shared_cores,
 )
@@ -114,6 +116,8 @@ def _largest(
     alone = data >= WORTH and data * _NEAR > max(turn, exchange, compute)
     costs = f" ({stage.name} is {percent(part)} of its cost)" if data >= WORTH else ""
     busy = f"its turn: cores busy ({shared})" if shared else "its next share of the data, which a server gives"
+    if not shared and not has_servers(started):
+        busy = "batches, though reading takes little: its readers wait for a core, or for Python's lock"
     fed = inputs.by_rank.get(starved)
     fewer = fewer_workers(started) if shared else None
     parts = [
@@ -127,7 +131,7 @@ def _largest(
             f"{percent(data)} waits for data{costs}",
             less_input(stage, fed, _epochs(started)) if fed else None,
         ),
-        _Part("TURN", turn, f"{percent(turn)} waits for {busy}", fewer_workers(started) or Remedy("fewer workers")),
+        _Part("TURN", turn, f"{percent(turn)} waits for {busy}", fewer_workers(started) or less_turn(started)),
     ]
     parts.sort(key=lambda each: -each.share)
     named = [each for each in parts if each.share >= _NEAR * parts[0].share]

@@ -108,6 +108,12 @@ def shared_cores(started: RunStarted | None) -> str:
     return f"{plural(processes(started), 'process', 'es')} share {plural(started.cores, 'core')}"
 
 
+def has_servers(started: RunStarted | None) -> bool:
+    """Whether workers may wait for servers; also where it is not known."""
+    roles = started.plan.get("roles") if started else None
+    return not isinstance(roles, list | tuple) or any(each.get("kind", "server") != "worker" for each in roles)
+
+
 def fewer_workers(started: RunStarted | None) -> Remedy | None:
     """Returns as many workers as cores are left by the servers; None where there are no fewer."""
     if started is None or not started.cores:
@@ -131,15 +137,26 @@ def less_input(stage: InputStageStats, own: InputStats, epochs: float) -> Remedy
     alone = own.parallel == "inline" or (own.parallel == "threads" and own.readers == 1)
     if alone and stage.name != "batch" and stage.waiting_s > _WAITS * stage.busy_s:
         more = f"{readers} threads that read, since reading waits"
-        return Remedy(more, f"parallel={readers}", settings=(("data.parallel", readers),))
+        return Remedy(more, f"data=hr.data.read_by(data, parallel={readers})", settings=(("data.parallel", readers),))
     is_cached = any(each.name.startswith("cache(") for each in own.stages)
     if epochs > 1 and stage.name != "batch" and not stage.draws and not is_cached:
         kept = "keep what does not change from epoch to epoch"
-        return Remedy(kept, '.cache("memory")', settings=(("data.cache", "memory"),))
+        return Remedy(kept, 'data=hr.data.read_by(data, cache="memory")', settings=(("data.cache", "memory"),))
     if own.parallel == "inline" or (own.parallel == "threads" and stage.waiting_s > _WAITS * stage.busy_s):
         ahead = "processes that read while the model computes"
-        return Remedy(ahead, 'parallel="processes"', settings=(("data.parallel", "processes"),))
+        return Remedy(
+            ahead, 'data=hr.data.read_by(data, parallel="processes")', settings=(("data.parallel", "processes"),)
+        )
     return Remedy("fewer pixels or smaller tensors (uint8, made float by the model), batched=True, or more cores")
+
+
+def less_turn(started: RunStarted | None) -> Remedy:
+    """Returns what makes workers wait less for their turn."""
+    if started is not None and not has_servers(started):
+        near = "the worker reads itself, since reading takes little"
+        how = 'data=hr.data.read_by(data, parallel="inline")'
+        return Remedy(near, how, settings=(("data.parallel", "inline"),))
+    return Remedy("fewer workers")
 
 
 def less_exchange(started: RunStarted | None, compute: float) -> Remedy | None:
