@@ -125,8 +125,19 @@ def stack(width: int, layers: int) -> list[nn.Module]:
     return [each for _ in range(layers) for each in (nn.Linear(width, width), nn.ReLU())]
 
 
-LARGE = ("compute", "stages")
+LARGE = ("compute", "stages", "table")
 """Cases whose examples are few, since each takes long."""
+
+
+class Table(nn.Module):
+    """8 million values, of which an example takes a few: little to compute, much to exchange."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(1_000_000, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows((x.abs() * 1e5).long() % 1_000_000).mean(1)
 
 
 def model_of(case: str) -> nn.Module:
@@ -135,6 +146,8 @@ def model_of(case: str) -> nn.Module:
         return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *convolutions(48), nn.Flatten(), nn.Linear(48 * 64, 10))
     if case == "stages":
         return nn.Sequential(nn.Linear(WIDE, 768), *stack(768, 8), nn.Linear(768, 10))
+    if case == "table":
+        return nn.Sequential(Table(), nn.Linear(8, 10))
     first = [Slowed()] if case == "straggler" else []
     return nn.Sequential(*first, nn.Linear(WIDE, 32), nn.ReLU(), nn.Linear(32, 10))
 

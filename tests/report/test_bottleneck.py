@@ -32,7 +32,9 @@ def fed(cost_s: float, parallel: str = "inline") -> InputStats:
 def verdict(wait: float, compute: float, exchange: float, cost_s: float = 0.0, **run: int) -> Bottleneck:
     """Of two equal workers whose step takes 1 s."""
     times = StepTimes(wait, compute, exchange, 0.0, 1.0 - wait - compute - exchange)
-    found = bottleneck_of({0: times, 1: times}, InputSummary({0: fed(cost_s), 1: fed(cost_s)}), started(**run))
+    # A worker that reads itself waits for nothing but reading.
+    own = fed(cost_s, "threads" if wait > 2 * cost_s else "inline")
+    found = bottleneck_of({0: times, 1: times}, InputSummary({0: own, 1: own}), started(**run))
     assert found is not None
     return found
 
@@ -179,3 +181,24 @@ def test_a_pipeline_has_its_own(step: PipelineStep, kind: str, remedy: str) -> N
     assert found is not None
     assert found.kind == kind, found
     assert remedy in found.remedy
+
+
+def test_a_worker_that_reads_itself_waits_for_its_input() -> None:
+    times = StepTimes(0.4, 0.5, 0.0, 0.0, 0.1)
+    inputs = InputSummary({0: fed(0.001)})
+    alone = bottleneck_of({0: times}, inputs, started(1))
+    assert alone is not None
+    assert alone.because.startswith("60 % of a step computes, 40 % waits for data")
+    # From a server it gets its share of the data, too.
+    served = bottleneck_of({0: times}, inputs, started(1, 1))
+    assert served is not None
+    assert "40 % waits for its next share of the data" in served.because
+
+
+def test_inputs_that_cost_nearly_nothing_are_no_straggler_and_are_not_cached() -> None:
+    times = {rank: StepTimes(0.12, 0.7, 0.18, 0.0, 0.0) for rank in (0, 1)}
+    cheap = [replace(fed(cost, "inline"), examples=10**6) for cost in (0.01, 0.02)]
+    found = bottleneck_of(times, InputSummary(dict(enumerate(cheap))), started())
+    assert found is not None
+    assert found.kind == "COMPUTE-BOUND"
+    assert "a larger batch: what an example costs is little" in found.remedy

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.collectives.compression import PLAIN, Compression
+from headrace.collectives.spent import counted
 from headrace.shared_memory.ends import FinishedRanks
 from headrace.trees import as_bytes
 
@@ -52,6 +53,11 @@ class _Divided(ABC):
 
     rank: int
     world: int
+
+    def __init_subclass__(cls) -> None:
+        for name in ("all_reduce", "gather", "all_to_all", "all_to_all_uneven", "barrier"):
+            if name in vars(cls):
+                setattr(cls, name, counted(vars(cls)[name]))
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> None:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.collectives.base import Collective, ProcessGroup, gather_bytes
+from headrace.collectives.spent import counted
 from headrace.errors import UsageError
 from headrace.shared_memory.layout import LINE, on_lines
 
@@ -262,6 +263,7 @@ class UnitGather:
         (elements,) = size
         return self._link.space(int(elements), dtype)
 
+    @counted
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:

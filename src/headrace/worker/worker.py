@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from headrace.collectives.spent import SPENT
 from headrace.devices import autocast_states
 from headrace.errors import UsageError
 from headrace.metrics import Mean
@@ -271,7 +272,7 @@ class Worker:
                 "round; take all data, also episodes of one's own, by that loop"
             )
         self._control.places.regain()
-        began = perf_counter()
+        began, spent = perf_counter(), SPENT.seconds
 
         def act() -> None:
             if not self._begun:
@@ -280,7 +281,9 @@ class Worker:
 
         self._loop.attempt(act)
         self._control.places.look()
-        self._times[1] = perf_counter() - began
+        # Sums of gradients while backward runs, or of what layers divide, are exchange.
+        within = SPENT.seconds - spent
+        self._times[1:3] = perf_counter() - began - within, within
 
     def _compute_step(self, batch: Any) -> Computed:
         self._control.verbs.note()
@@ -332,7 +335,7 @@ class Worker:
             self._nonfinite.restore(decision)
             self._exchange.skip(self._progress.round)
             self._nonfinite.bad(decision, self._progress.round)
-        self._times[2:] = synchronized - began, perf_counter() - synchronized
+        self._times[2:] = self._times[2] + synchronized - began, perf_counter() - synchronized
 
     def _measure(self) -> tuple[dict[str, float], int]:
         assert self._session.evaluation is not None

@@ -19,6 +19,7 @@ from headrace.report.model.remedies import (
     less_input,
     less_transfer,
     less_turn,
+    more_micro_batches,
     processes,
     shared_cores,
 )
@@ -36,6 +37,10 @@ _EXPLAINS = 0.4
 
 _UNEVEN = 1.5
 """A worker whose input costs above so many times the others' is on its own the cause."""
+
+
+_COMPILED = ("one_device", "mirrored", "multi_worker_mirrored", "central_storage")
+"""Strategies under which a model may be compiled as a whole."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,8 @@ def bottleneck_of(
     if not times:
         return None
     waits = {rank: each.wait_s / each.total_s for rank, each in times.items()}
-    read = {rank: _explained(waits[rank], inputs.by_rank[rank]) for rank in times if rank in inputs.by_rank}
+    served = has_servers(started)
+    read = {rank: _explained(waits[rank], inputs.by_rank[rank], served) for rank in times if rank in inputs.by_rank}
     starved = max(read, key=read.__getitem__, default=min(times))
     slow, lag = _slowest(times)
     is_starved = read.get(starved, 0.0) >= WORTH
@@ -171,8 +177,13 @@ def _epochs(started: RunStarted | None) -> float:
     return started.rounds * started.global_batch_size / started.examples_per_epoch
 
 
-def _explained(wait: float, fed: InputStats) -> float:
-    """Returns which part of a worker's step its input's own time explains, of the part that it waits for data."""
+def _explained(wait: float, fed: InputStats, served: bool) -> float:
+    """Returns which part of a worker's step its input's own time explains, of the part that it waits for data.
+
+    A worker that reads itself, and asks no server for its share, waits for nothing else.
+    """
+    if fed.parallel == "inline" and not served:
+        return wait
     reading = busy_s(fed) / fed.readers / fed.seconds if fed.readers and fed.seconds > 0 else 0.0
     return wait if reading >= _EXPLAINS * wait else reading
 
@@ -201,6 +212,8 @@ def _dear_input(rank: int, share: float, inputs: InputSummary, started: RunStart
     others = [cost for other, cost in costs.items() if other != rank]
     if not (others and own.examples and cost_s(own) > _UNEVEN * median(others)):
         return None
+    if (1.0 - median(others) / cost_s(own)) * busy_s(own) / own.readers < WORTH * own.seconds:
+        return None  # what is more than the others' takes too little time to matter
     stage = max(own.stages, key=lambda each: each.busy_s)
     times = cost_s(own) / median(others) if median(others) > 0 else 0.0
     because = (
@@ -219,42 +232,46 @@ def _less_compute(started: RunStarted | None) -> Remedy:
             return Remedy("nothing of the input; more workers", f"workers={more}", workers=more)
         two = "nothing of the input; two workers"
         return Remedy(two, "strategy=hr.Mirrored(workers=2)", strategy="mirrored", workers=2)
+    if started is not None and started.strategy not in _COMPILED:
+        return Remedy("nothing of the input; a smaller model")
     words = "nothing of the input; a smaller model, or what torch compiles, where it is measured to be faster"
     return Remedy(words, 'options=hr.Options(compile="auto")', settings=(("options.compile", "auto"),))
 
 
 def _of_stages(step: PipelineStep, started: RunStarted | None) -> Bottleneck:
-    """Returns what the ranks of a pipeline lose most time to: the schedule, unlike stages, or transfers."""
+    """Returns what the ranks of a pipeline lose most time to: the schedule, unlike stages, or transfers.
+
+    Where processes share cores, fewer of them come before all else: more micro-batches are more turns.
+    """
     own, uneven = step.scheduled_bubble, max(0.0, step.uneven_bubble - step.scheduled_bubble)
     rest = max(0.0, step.bubble - own - uneven)
     shared = shared_cores(started)
+    fewer = fewer_workers(started) if shared else None
     slow = max(step.stage_s, key=lambda stage: step.stage_s[stage])
-    count = 2 * step.micro_batches
     others = f"waits for its turn: cores busy ({shared})" if shared else "goes to transfers between stages"
-    share = started.global_batch_size if started else count
-    more = (
-        Remedy("more micro-batches", f"micro_batches={count}", own=(("micro_batches", count),))
-        if count <= share
-        else None
-    )
-    cut = Remedy("cut it by a new profile", 'partition="auto"', own=(("partition", "auto"),))
     parts = [
-        _Part("BUBBLE", own, f"{percent(own)} is the schedule's own with {step.micro_batches} micro-batches", more),
-        _Part("IMBALANCE", uneven, f"{percent(uneven)} waits for stage {slow}, which takes longest", cut),
         _Part(
-            "TRANSFER",
-            rest,
-            f"{percent(rest)} {others}",
-            (fewer_workers(started) if shared else None) or less_transfer(started),
+            "BUBBLE",
+            own,
+            f"{percent(own)} is the schedule's own with {step.micro_batches} micro-batches",
+            fewer or more_micro_batches(started, step.micro_batches),
         ),
+        _Part(
+            "IMBALANCE",
+            uneven,
+            f"{percent(uneven)} waits for stage {slow}, which takes longest",
+            fewer or Remedy("cut it by a new profile", 'partition="auto"', own=(("partition", "auto"),)),
+        ),
+        _Part("TRANSFER", rest, f"{percent(rest)} {others}", fewer or less_transfer(started)),
     ]
     parts.sort(key=lambda each: -each.share)
     if parts[0].share < WORTH:
         because = f"stages compute {percent(1 - step.bubble)} of a step"
-        change = (fewer_workers(started) if shared else None) or _less_compute(started)
-        return _found("COMPUTE-BOUND", None, None, 1 - step.bubble, because, [change], started)
+        return _found("COMPUTE-BOUND", None, None, 1 - step.bubble, because, [fewer or _less_compute(started)], started)
     named = [each for each in parts if each.share >= _NEAR * parts[0].share]
     words = ", ".join(each.words for each in parts if each in named or each.share >= WORTH / 2)
     because = f"stages work on nothing for {percent(step.bubble)} of a step: {words}"
+    if shared and shared not in because:
+        because += f"; {shared}"
     kind = f"{'- AND '.join(each.name for each in named)}-BOUND"
     return _found(kind, None, None, parts[0].share, because, [each.change for each in named], started)

@@ -6,10 +6,13 @@ import shlex
 from dataclasses import dataclass
 
 from headrace.report.format import plural
+from headrace.report.model.inputs import busy_s
 from headrace.spec.events import InputStageStats, InputStats, RunStarted
 
 _WAITS = 0.5
 """A stage that does not compute for more than this part of its time waits."""
+_CHEAP_S = 50e-6
+"""An example that costs less is neither cached nor sent by another process at a gain."""
 _MORE = 4
 """So many times as many readers, where they wait."""
 _TRAIN = "headrace train "
@@ -60,7 +63,7 @@ class Remedy:
                 kept.append(f"{name}{sign}{value}")
         kept += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
         workers = str(self.workers) if self.workers else options.get("--workers", options.get("-w"))
-        strategy = self.strategy or _with_options(options["--strategy"], dict(self.own))
+        strategy = self.strategy or _with_options(options["--strategy"], dict(self.own), bool(self.workers))
         if self.strategy == "one_device":
             workers = None
         elif "--servers" in options and not self.strategy:
@@ -73,13 +76,19 @@ class Remedy:
         return bool(self.strategy or self.own or self.workers or self.settings)
 
 
-def _with_options(strategy: str, own: dict[str, object]) -> str:
-    """Returns `mirrored(overlap=False)` with options in the place of those of the same name, or added."""
-    if not own:
-        return strategy
+def _with_options(strategy: str, own: dict[str, object], other_workers: bool) -> str:
+    """Returns `mirrored(overlap=False)` with options in the place of those of the same name, or added.
+
+    With another number of workers, a pipeline has as many stages.
+    """
     name, _, rest = strategy.removesuffix(")").partition("(")
     given = [each for each in _arguments(rest) if each.partition("=")[0].strip() not in own]
-    return f"{name}({', '.join([*given, *(f'{key}={value!r}' for key, value in own.items())])})"
+    if other_workers and name == "pipeline":
+        given = [
+            each for each in given if "=" in each and each.partition("=")[0].strip() not in ("stages", "partition")
+        ]
+    given += [f"{key}={value!r}" for key, value in own.items()]
+    return f"{name}({', '.join(given)})" if given else name
 
 
 def _arguments(text: str) -> list[str]:
@@ -132,6 +141,8 @@ def less_input(stage: InputStageStats, own: InputStats, epochs: float) -> Remedy
         own: the worker's input.
         epochs: that the run has; a cache is for those after the first.
     """
+    if own.examples and busy_s(own) < _CHEAP_S * own.examples:
+        return Remedy("a larger batch: what an example costs is little, and what a batch costs is most")
     readers = _MORE * own.readers
     # Several threads may wait for Python's lock; one alone waits for what is outside.
     alone = own.parallel == "inline" or (own.parallel == "threads" and own.readers == 1)
@@ -177,8 +188,15 @@ def less_exchange(started: RunStarted | None, compute: float) -> Remedy | None:
     return Remedy(words, f"global_batch_size={size}", settings=(("job.global_batch_size", size),))
 
 
-_WHOLE = ("mirrored", "central_storage", "fully_sharded", "parameter_server", "downpour")
+_WHOLE = ("mirrored", "central_storage", "fully_sharded", "parameter_server", "downpour", "tensor_parallel")
 """Strategies whose job one process can train as well, where the model fits."""
+
+
+def more_micro_batches(started: RunStarted | None, count: int) -> Remedy | None:
+    """Returns twice as many; None where a batch has not so many examples."""
+    if started is not None and 2 * count > started.global_batch_size:
+        return None
+    return Remedy("more micro-batches", f"micro_batches={2 * count}", own=(("micro_batches", 2 * count),))
 
 
 def less_transfer(started: RunStarted | None) -> Remedy:
