@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 129_693
+LINES = 129_777
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_030
@@ -13,14 +13,14 @@ CORE = 15_030
 CLOSURES = {
     "data": 900,
     "data.loading.loader": 6_580,
-    "strategies.one_device": 10_130,
-    "strategies.mirrored": 11_330,
-    "strategies.central_storage": 13_400,
-    "worker.main": 20_710,
-    "engine.local.process": 22_410,
+    "strategies.one_device": 10_170,
+    "strategies.mirrored": 11_370,
+    "strategies.central_storage": 13_440,
+    "worker.main": 20_760,
+    "engine.local.process": 22_460,
     "parameter_server.core.shard": 1_250,
     "serving.application": 4_140,
-    "api.fit": 34_070,
+    "api.fit": 34_150,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 
