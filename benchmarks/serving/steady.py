@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import uvloop
 from servers import Request
 
-_CONNECTIONS = 256
+_CONNECTIONS = 1024
 
 
 def steady(url: str, request: Request, rate: float, seconds: float) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -18,7 +19,9 @@ Talk = Callable[[Batcher], Awaitable[Any]]
 
 
 class Doubling:
-    """Doubles; it waits while `gate` is closed, and refuses negative numbers."""
+    """Doubles, in `seconds`; it waits while `gate` is closed, and refuses negative numbers."""
+
+    seconds = 0.0
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -29,6 +32,7 @@ class Doubling:
     def __call__(self, inputs: Mapping[str, Array]) -> list[Array]:
         self.began.set()
         assert self.gate.wait(30)
+        time.sleep(self.seconds)
         self.sizes.append(len(inputs["x"]))
         if (inputs["x"] < 0).any():
             raise ValueError("negative")
@@ -100,6 +104,7 @@ def test_requests_that_come_one_by_one_do_not_wait() -> None:
 
 def test_after_a_batch_of_many_the_next_waits_for_as_many() -> None:
     doubling = Doubling()
+    doubling.seconds = 0.5
 
     async def talk(batcher: Batcher) -> None:
         for _ in range(2):
@@ -112,6 +117,7 @@ def test_after_a_batch_of_many_the_next_waits_for_as_many() -> None:
 
     run(doubling, talk, max_batch=4, max_wait_ms=20_000)
     doubling.sizes.clear()
+    doubling.seconds = 0.0
 
     async def fewer(batcher: Batcher) -> None:
         await asyncio.gather(*(batcher.submit(rows(n), 1) for n in range(3)))
@@ -122,6 +128,18 @@ def test_after_a_batch_of_many_the_next_waits_for_as_many() -> None:
 
     run(doubling, fewer, max_batch=100, max_wait_ms=400)
     assert doubling.sizes == [3, 3]
+
+
+def test_none_waits_longer_than_the_last_batch_took() -> None:
+    doubling = Doubling()
+
+    async def talk(batcher: Batcher) -> None:
+        await asyncio.gather(*(batcher.submit(rows(n), 1) for n in range(4)))
+        # Three do not come again.
+        await asyncio.wait_for(batcher.submit(rows(9), 1), 5)
+
+    run(doubling, talk, max_batch=4, max_wait_ms=20_000)
+    assert doubling.sizes == [4, 1]
 
 
 def test_other_lengths_are_computed_apart() -> None:

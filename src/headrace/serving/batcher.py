@@ -32,9 +32,9 @@ class Batcher:
     """Collects requests until there are as many examples as may be expected, or the first has waited `max_wait_ms`.
 
     One thread computes. While it does, requests gather, and are computed next in any case. Where it has nothing to do,
-    the first request waits for as many others as the last batch had: clients that were answered together come again
-    together. Requests that come one by one do not wait. A second batch waits for the thread as soon as it is full, so
-    that the thread does not wait for the event loop.
+    the first request waits for as many others as the last batch had, and no longer than that took to compute: clients
+    that were answered together come again together. Requests that come one by one do not wait. A second batch waits for
+    the thread as soon as it is full, so that the thread does not wait for the event loop.
 
     Args:
         compute: returns outputs for inputs, in one thread.
@@ -59,6 +59,7 @@ class Batcher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="headrace-serve")
         self._loop = asyncio.get_running_loop()
         self._row_s = 0.0
+        self._batch_s = math.inf
 
     def __len__(self) -> int:
         """The number of requests that wait."""
@@ -110,7 +111,7 @@ class Batcher:
             if self._rows < self._most_rows:
                 if self._computing:
                     return
-                rest = self._queue[0].came + self._wait_s - self._loop.time()
+                rest = self._queue[0].came + min(self._wait_s, self._batch_s) - self._loop.time()
                 if rest > 0 and self._rows < self._expected:
                     if self._timer is None:
                         self._timer = self._loop.call_later(rest, self._waited)
@@ -164,7 +165,7 @@ class Batcher:
                 [output[end - one.rows : end] for output in outputs] for one, end in zip(batch, ends, strict=True)
             ]
         seconds = time.perf_counter() - began
-        self._row_s = seconds / rows
+        self._row_s, self._batch_s = seconds / rows, seconds
         self._computed(rows, seconds)
         return results
 
