@@ -202,3 +202,22 @@ def test_inputs_that_cost_nearly_nothing_are_no_straggler_and_are_not_cached() -
     assert found is not None
     assert found.kind == "COMPUTE-BOUND"
     assert "a larger batch: what an example costs is little" in found.remedy
+
+
+def test_an_exchange_that_waits_while_readers_are_busy_is_the_inputs() -> None:
+    times = {rank: StepTimes(0.5, 0.05, 0.45, 0.0, 0.0) for rank in (0, 1)}
+    for cost_s, kind in ((0.95, "INPUT-BOUND"), (0.5, "INPUT- AND EXCHANGE-BOUND")):
+        busy = InputSummary({rank: fed(cost_s, "threads") for rank in (0, 1)})
+        found = bottleneck_of(times, busy, started())
+        assert found is not None
+        assert found.kind == kind
+
+
+def test_of_workers_that_are_late_in_turns_the_last_one_counts() -> None:
+    times = {rank: StepTimes(0.3, 0.1, 0.6, 0.0, 0.0) for rank in (0, 1)}
+    inputs = InputSummary({rank: fed(0.5, "threads") for rank in (0, 1)})
+    last = StepTimes(0.85, 0.1, 0.05, 0.0, 0.0)
+    found = bottleneck_of(times, inputs, started(), last=last)
+    assert found is not None
+    assert found.kind == "INPUT-BOUND"
+    assert "a worker waits for data 85 % of its time" in found.because

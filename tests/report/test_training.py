@@ -56,6 +56,20 @@ def _paced(*seconds_a_round, rounds=10):
     return {rank: [_step(rank, end, step) for step, end in enumerate(ends)] for rank in (0, 1)}
 
 
+def test_the_last_to_come_to_an_exchange_waits_for_no_other():
+    def late(rank, step, wait_s):
+        # Of a round of 1 s whoever waits less for data waits for the other.
+        return Stepped(rank, 1.0 + step, step, 0, 8, 1.0, 8.0, wait_s, 0.1, 0.9 - wait_s, 0.0)
+
+    by_rank = {rank: [late(rank, step, 0.8 if step % 2 == rank else 0.2) for step in range(20)] for rank in (0, 1)}
+    clock = TrainingClock([by_rank], ())
+    last = clock.times_of_last()
+    assert last is not None
+    assert (last.wait_s, last.exchange_s, last.compute_s) == pytest.approx((0.8, 0.1, 0.1))
+    assert clock.times(0).wait_s == pytest.approx(0.5, abs=0.03)
+    assert TrainingClock([{0: by_rank[0]}], ()).times_of_last() is None
+
+
 def test_the_spread_is_between_the_parts_of_the_steady_state():
     assert TrainingClock([_paced(0.1, 0.1, 0.1, 0.1)], ()).spread() == pytest.approx(0.0)
     # Rates of 160 and of 80 examples a second: 80 over their mean of 140.

@@ -81,12 +81,13 @@ def bottleneck_of(
     inputs: InputSummary,
     started: RunStarted | None = None,
     passed: PipelineStep | None = None,
+    last: StepTimes | None = None,
 ) -> Bottleneck | None:
     """Returns what limits a run's speed, from each worker's mean step and its input; None without a measured step.
 
     Where workers go in step, the last one is waited for in the exchange by all others. So the worker with the longest
     wait for data counts, not the mean. Whether it alone is the cause follows from the cost of its input, since one of
-    several equal workers is the last, too.
+    several equal workers is the last, too. Where they take turns in that, `last` is the mean step of whoever it was.
     """
     if passed is not None:
         return _of_stages(passed, started)
@@ -105,9 +106,17 @@ def bottleneck_of(
         return _straggler(times, slow, lag, started)
     # The last process to come waits for no other.
     counted = [times[starved]] if is_starved else list(times.values())
+    if is_starved and last is not None and last.total_s > 0 and not served:
+        counted = [last]
+        read[starved] = _explained(last.wait_s / last.total_s, inputs.by_rank[starved], served)
     total = sum(each.total_s for each in counted)
     wait, exchange = sum(each.wait_s for each in counted) / total, sum(each.exchange_s for each in counted) / total
     data = read[starved] if is_starved else min(wait, max(read.values(), default=0.0))
+    if is_starved and not served and (fed := inputs.by_rank[starved]).seconds > 0:
+        # While readers are busy, what is not computing is theirs: they have the cores, or the others' data is late.
+        left = max(0.0, 1.0 - busy_s(fed) / fed.readers / fed.seconds)
+        data, exchange = data + max(0.0, exchange - left), min(exchange, left)
+        wait = max(wait, data)
     return _largest(data, wait - data, exchange, inputs, starved, started)
 
 

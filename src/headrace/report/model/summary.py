@@ -153,13 +153,14 @@ class Summary:
     averaging: AveragingSummary | None = None
     balance: BalanceSummary | None = None
     passed: PipelineStep | None = None
+    times_of_last: StepTimes | None = None
 
     @property
     def bottleneck(self) -> Bottleneck | None:
         """What limits the run's speed; None without input events, and for stages of which no step was timed."""
         if self.inputs is None or (self.started.plan.get("partition") and self.passed is None):
             return None
-        return bottleneck_of(self.times_by_rank, self.inputs, self.started, self.passed)
+        return bottleneck_of(self.times_by_rank, self.inputs, self.started, self.passed, self.times_of_last)
 
     @property
     def name(self) -> str:
@@ -251,6 +252,7 @@ def summarize(run_dir: Path | str, log: EventLog | None = None) -> Summary:
         training=training,
         times=clock.times(*ranks) if ranks else None,
         times_by_rank={rank: clock.times(rank) for rank in ranks},
+        times_of_last=clock.times_of_last(),
         cost=_cost(last),
         curves=curves_of(steps, evaluated, clock, examples_per_epoch),
         saves=_saves(list(of_kind(Saved, events)), clock, training.seconds),

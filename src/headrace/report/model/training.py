@@ -112,8 +112,23 @@ class TrainingClock:
                 start, inside = window.measured(rank)
                 wall += self.between(start, inside[-1].time_s)
                 steps += inside
-        parts = {part: math.fsum(getattr(step, part) for step in steps) / len(steps) for part in STEPPED_PARTS}
-        return StepTimes(**parts, other_s=max(0.0, wall / len(steps) - sum(parts.values())))
+        return _mean(steps, wall)
+
+    def times_of_last(self) -> StepTimes | None:
+        """Returns the mean step of whoever comes last to each exchange, who waits for no other; None for one worker."""
+        last: list[Stepped] = []
+        for window in self._windows:
+            rounds: dict[int, list[Stepped]] = defaultdict(list)
+            for steps in window.by_rank.values():
+                for step in window.inside(steps):
+                    rounds[step.step].append(step)
+            last += [min(each, key=lambda step: step.exchange_s) for each in rounds.values() if len(each) > 1]
+        return _mean(last, math.fsum(step.time_s - step_began_s(step) for step in last)) if last else None
+
+
+def _mean(steps: Sequence[Stepped], wall: float) -> StepTimes:
+    parts = {part: math.fsum(getattr(step, part) for step in steps) / len(steps) for part in STEPPED_PARTS}
+    return StepTimes(**parts, other_s=max(0.0, wall / len(steps) - sum(parts.values())))
 
 
 class _Window:
