@@ -128,6 +128,11 @@ def test_the_input_is_made_cheaper_where_its_time_goes(
     assert less_input(stage, own, epochs).settings == (setting,)
 
 
+def test_who_caches_a_data_set_is_told_that_what_it_draws_is_kept() -> None:
+    own = replace(fed(0.1), stages=(InputStageStats("source", 1.0, 0.1),))
+    assert less_input(own.stages[0], own, 5.0).words.endswith("if the data set draws nothing at random")
+
+
 def test_what_has_no_remedy_is_only_told() -> None:
     cached = (InputStageStats("cache(memory)", 0.1, 0.0), stage := InputStageStats("map(flip)", 1.0, 0.0))
     own = replace(fed(0.1, "threads"), stages=cached)

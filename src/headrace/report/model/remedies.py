@@ -152,6 +152,8 @@ def less_input(stage: InputStageStats, own: InputStats, epochs: float) -> Remedy
     is_cached = any(each.name.startswith("cache(") for each in own.stages)
     if epochs > 1 and stage.name != "batch" and not stage.draws and not is_cached:
         kept = "keep what does not change from epoch to epoch"
+        if stage.name == "source":
+            kept += ", if the data set draws nothing at random"
         return Remedy(kept, 'data=hr.data.read_by(data, cache="memory")', settings=(("data.cache", "memory"),))
     if own.parallel == "inline" or (own.parallel == "threads" and stage.waiting_s > _WAITS * stage.busy_s):
         ahead = "processes that read while the model computes"
