@@ -92,8 +92,8 @@ def test_what_it_says(stage: Any, asked: dict[str, Any], job_file: Path, capsys:
         "",
         "INPUT-BOUND: by map(very_very_very_very_very_very_very_very_very_very_slow),",
         "80 % of the input's cost; a worker waits for data 60 % of its time",
-        "Try next: .cache(...) behind it if it draws no random numbers, batched=True,",
-        "fewer pixels, or more cores",
+        "Try next: keep what does not change from epoch to epoch:",
+        'data=hr.data.read_by(data, cache="memory")',
     ]
     assert max(map(len, out.splitlines())) <= 80
     assert err == "measuring the input alone\n"

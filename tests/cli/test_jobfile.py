@@ -130,6 +130,8 @@ def job(lr=0.1):
         ("job.steps=0", "steps"),
         ("data.readers=2", "no setting 'readers'"),
         ("data.parallel=twice", "parallel must be one of"),
+        ("data.cache=5", 'cache is "memory" or a folder, got 5'),
+        ("job.global_batch_size=None", "global_batch_size must be a whole number of at least 1, got None"),
     ):
         with pytest.raises(UsageError, match=told):
             load_job(path, [setting])

@@ -10,6 +10,7 @@ import os
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import fields, replace
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -18,9 +19,10 @@ from typing import Any
 
 import cv2
 import orjson
+import torch
 
 from data.readers import masked
-from headrace.cli.jobfile import _set_options, _values
+from headrace.cli.jobfile import _DATA, _OPTIONS, _WAYS, _set, _values
 from headrace.data import (
     DecodeImage,
     InputPipeline,
@@ -29,6 +31,7 @@ from headrace.data import (
     from_parquet,
     from_tfrecord,
     from_webdataset,
+    read_by,
 )
 from headrace.data.pipeline.source import Epoch
 from headrace.errors import DataError, UsageError
@@ -190,8 +193,12 @@ def read_settings(data: bytes) -> None:
         values = _values(Path("job.py"), _job, settings)
         assert not {"lr", "depth", "name", "wide", "extra"} < values.keys()
         assert isinstance(values.get("lr", 0.1), float | bool | None)
+    ours = [each for each in settings if each.startswith(_OPTIONS)]
     with suppress(UsageError):
-        _set_options(Options(), settings)
+        replace(Options(), **_set(ours, _OPTIONS, [field.name for field in fields(Options)], "Options", Options()))
+    ways = [each for each in settings if each.startswith(_DATA)]
+    with suppress(UsageError):
+        read_by((torch.zeros(4, 2), torch.zeros(4)), **_set(ways, _DATA, _WAYS, "reading the data"))
 
 
 _FORMS = (TensorForm("x", "float32", (-1, 3)), TensorForm("user", "int64", (-1,)), TensorForm("on", "bool", (-1, 2)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -45,7 +46,10 @@ def as_pipeline(data: Any) -> tuple[InputPipeline, tuple[str, ...]]:
 
 
 def read_by(
-    data: Any, parallel: str | int | None = None, cache: str | None = None, prefetch: int | None = None
+    data: Any,
+    parallel: str | int | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    prefetch: int | None = None,
 ) -> InputPipeline:
     """Returns data that is read in another way; its batches are the same, in the same order.
 
@@ -75,6 +79,8 @@ def read_by(
         name, count = ("threads", parallel) if isinstance(parallel, int) else (parallel, None)
         reading = replace(reading, parallel=name, count=count)
     if cache is not None:
+        if not isinstance(cache, str | os.PathLike):
+            raise UsageError(f'cache is "memory" or a folder, got {cache!r:.60}')
         if any(isinstance(step, Cache) for step in steps):
             raise UsageError("the data has a cache already; one is enough")
         drawn = next((place for place, step in enumerate(steps) if step.draws), len(steps))

@@ -117,7 +117,7 @@ class Job(ShownAsTable):
         if (self.epochs is None) == (self.steps is None):
             raise UsageError(f"give either epochs or steps, got epochs={self.epochs}, steps={self.steps}")
         for name in ("global_batch_size", "epochs", "steps"):
-            if getattr(self, name) is not None:
+            if name == "global_batch_size" or getattr(self, name) is not None:
                 require_count(name, getattr(self, name))
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**32:
             raise UsageError(f"seed must be a whole number from 0 to 2**32 - 1, got {self.seed!r}")
