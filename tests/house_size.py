@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 129_804
+LINES = 129_812
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_030
@@ -20,7 +20,7 @@ CLOSURES = {
     "engine.local.process": 22_460,
     "parameter_server.core.shard": 1_250,
     "serving.application": 4_140,
-    "api.fit": 34_170,
+    "api.fit": 34_180,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 
