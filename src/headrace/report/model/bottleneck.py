@@ -87,7 +87,7 @@ def bottleneck_of(
 
     Where workers go in step, the last one is waited for in the exchange by all others. So the worker with the longest
     wait for data counts, not the mean. Whether it alone is the cause follows from the cost of its input, since one of
-    several equal workers is the last, too. Where they take turns in that, `last` is the mean step of whoever it was.
+    several equal workers is the last, too. Where they take turns in that, `last` is the mean step of the last one.
     """
     if passed is not None:
         return _of_stages(passed, started)

@@ -1,6 +1,6 @@
 // The page of the server: asks it by the Open Inference Protocol.
 
-import { at, guarded, show } from "./panel.js";
+import { at, guarded, open, show } from "./panel.js";
 import * as tensors from "./tensors.js";
 
 const LONGEST = 600;
@@ -68,6 +68,7 @@ async function start() {
   await choose();
 }
 
+open("Predict");
 at("model").onchange = () => guarded(choose);
 at("token").onchange = () => guarded(start);
 guarded(start);

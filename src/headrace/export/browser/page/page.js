@@ -1,7 +1,7 @@
 // The page: runs model.onnx in the browser.
 
 import * as ort from "./ort.wasm.bundle.min.mjs";
-import { at, guarded, show } from "./panel.js";
+import { at, guarded, open, show } from "./panel.js";
 import * as tensors from "./tensors.js";
 
 // More threads need shared memory, which a server allows by two headers (COOP and COEP).
@@ -36,4 +36,5 @@ async function start() {
   await show(signature, sample, run, (took) => `${took} ms in this browser; nothing was sent anywhere.`);
 }
 
+open("Run");
 guarded(start);

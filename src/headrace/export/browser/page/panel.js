@@ -16,6 +16,20 @@ export function element(name, attributes = {}, ...children) {
   return made;
 }
 
+// The two columns of a page, which are the same for every model.
+export function open(verb) {
+  const button = (id, text) => element("button", { id, type: "button", disabled: true }, text);
+  const section = (name, ...parts) => element("section", { "aria-label": name }, element("h2", {}, name), ...parts);
+  at("panel").append(
+    section("Input",
+      element("div", { id: "inputs" }, element("p", {}, "Loading the model…")),
+      element("p", {}, button("run", verb), " ", button("example", "Take an example"))),
+    section("Answer",
+      element("p", { id: "error", role: "alert" }),
+      element("div", { id: "answer", "aria-live": "polite" }),
+      element("p", { id: "time", className: "quiet" })));
+}
+
 export async function guarded(action) {
   at("error").textContent = "";
   try {
@@ -69,7 +83,7 @@ function drawingPad(canvas, drawn) {
 
 function imageField(form) {
   const [, channels, height, width] = form.shape;
-  const canvas = element("canvas", { width, height, className: "picture", role: "img", ariaLabel: `${form.name} as the model sees it` });
+  const canvas = element("canvas", { width, height, className: "picture", role: "img", "aria-label": `${form.name} as the model sees it` });
   const context = canvas.getContext("2d", { willReadFrequently: true });
   const choose = element("input", { type: "file", accept: "image/*", id: `in-${form.name}` });
   const inverted = element("input", { type: "checkbox", id: `invert-${form.name}` });
@@ -188,7 +202,7 @@ function bars(output) {
     const label = named(labels[index] ?? `class ${index}`);
     return element("tr", {},
       element("th", { scope: "row" }, label),
-      element("td", {}, element("meter", { min: 0, max: scale, value: Math.max(0, value), ariaLabel: label })),
+      element("td", {}, element("meter", { min: 0, max: scale, value: Math.max(0, value), "aria-label": label })),
       element("td", { className: "number" }, shown(value)));
   })));
 }
