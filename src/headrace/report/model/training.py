@@ -115,7 +115,7 @@ class TrainingClock:
         return _mean(steps, wall)
 
     def times_of_last(self) -> StepTimes | None:
-        """Returns the mean step of the worker that comes last to each exchange and waits for none; None for one worker."""
+        """Returns the mean step of the worker that comes last to each exchange, and waits for none; None for one."""
         last: list[Stepped] = []
         for window in self._windows:
             rounds: dict[int, list[Stepped]] = defaultdict(list)
