@@ -18,8 +18,11 @@ from headrace.engine.local.engine import close_kept_engine
 
 __all__ = ["OTHERS", "belongings", "descriptors", "left_since", "named_shared_memory", "private_bytes"]
 
-OTHERS = ("sem.mp-", "torch_", "headrace-fuzz-")
-"""Python's and torch's own, and fuzzers' files, are of what runs beside a test; the package gives no such names."""
+OTHERS = ("sem.", "torch_", "headrace-fuzz-")
+"""Semaphores of Python, files of torch and of fuzzers are of what runs beside a test; the package gives no such names.
+
+The C library creates a semaphore as `sem.` and six random characters before it has its own name, `sem.mp-...`.
+"""
 
 
 def private_bytes(pid: int | str = "self") -> int:
