@@ -160,16 +160,30 @@ def test_what_is_in_a_file_or_a_module_is_found_by_its_place(mine: Path) -> None
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("your.py:Alone", r"your\.py:Alone cannot be loaded: \[Errno 2\].*; write it as file\.py:Name or module:Name"),
-        ("mine.py:Lone", "mine.py:Lone cannot be loaded: module .* has no attribute 'Lone'"),
-        ("no_such_module:Alone", "cannot be loaded: No module named 'no_such_module'"),
+        (
+            "your.py:Alone",
+            r"your\.py:Alone cannot be loaded: there is no 'your\.py' here; write it as file",
+        ),
+        ("mine.py:Lone", r"no name 'Lone' in mine\.py, which defines Alone, Downwards, Halved"),
+        ("mine.py:", "no name '' in mine.py, which defines"),
+        (":Alone", ":Alone cannot be loaded: there is no '' here; write it as"),
+        ("no_such_module:Alone", "cannot be loaded: there is no 'no_such_module' here; write it as"),
+        ("mine.txt:Alone", "cannot be loaded: there is no 'mine.txt' here; write it as"),
+        ("syntax.py:Alone", r"cannot be loaded: SyntaxError: .* \(syntax\.py, line 1\); mend syntax\.py"),
+        ("exits.py:Alone", "cannot be loaded: SystemExit: 3; mend exits.py"),
+        ("raises.py:Alone", "cannot be loaded: RuntimeError: no device; mend raises.py"),
+        ("imports.py:Alone", "cannot be loaded: ModuleNotFoundError: No module named 'not_there'; mend imports.py"),
         ("mine.py:Halved", "mine.py:Halved is <class .*Halved'>, and must be a subclass of .*Strategy"),
         ("mine.py:number", "mine.py:number is 3, and must be a subclass of"),
     ],
 )
 def test_a_place_with_nothing_of_the_kind_is_an_error_that_says_so(mine: Path, place: str, said: str) -> None:
+    for name, line in (("syntax", "class :"), ("exits", "exit(3)"), ("raises", "raise RuntimeError('no device')")):
+        mine.with_name(f"{name}.py").write_text(f"{line}\n")
+    mine.with_name("imports.py").write_text("import not_there\n")
     with pytest.raises(UsageError, match=said):
         resolve(place)
+    assert not [name for name in sys.modules if name.endswith(("_syntax", "_exits", "_raises", "_imports"))]
 
 
 def test_workers_get_what_a_file_has_and_need_not_find_it(mine: Path) -> None:

@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: BaseException) -> str:
     """Returns an error of other code's, its kind and the beginning of its message, as a part of a sentence."""
     return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 

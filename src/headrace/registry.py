@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from headrace.errors import UsageError
+from headrace.errors import HeadraceError, UsageError, in_one_line
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -57,7 +57,7 @@ class Registry(Mapping[str, T]):
     def __getitem__(self, name: str) -> T:
         if name in self.places:
             thing: T = imported(self.places[name])
-        elif is_place(name) and self._base:
+        elif is_place(name) and self.group:
             thing = self._checked(name, placed(name))
         else:
             thing = self._checked(name, self._load(*self.added[name]))
@@ -65,7 +65,7 @@ class Registry(Mapping[str, T]):
 
     def __contains__(self, name: object) -> bool:
         """Whether there is such a thing; a place is looked for, and one with nothing of the kind is an error."""
-        if is_place(name) and self._base:
+        if is_place(name) and self.group:
             return self[str(name)] is not None
         return name in self.places or name in self.added
 
@@ -99,9 +99,9 @@ class Registry(Mapping[str, T]):
             raise UsageError(f"{what} is {others[0].value!r} in another installed package; uninstall one of the two")
         try:
             return point.load()
-        except (ImportError, AttributeError) as error:
+        except (Exception, SystemExit) as error:
             raise UsageError(
-                f"{what} cannot be loaded: {type(error).__name__}: {error}; mend or uninstall the package that has it"
+                f"{what} cannot be loaded: {in_one_line(error)}; mend or uninstall the package that has it"
             ) from error
 
 
@@ -124,27 +124,45 @@ def placed(place: str) -> Any:
     """
     if place not in PLACED:
         where, _, name = place.rpartition(":")
-        try:
-            module = _loaded(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-            PLACED[place] = getattr(module, name)
-        except (FileNotFoundError, ModuleNotFoundError, AttributeError) as error:
-            raise UsageError(f"{place} cannot be loaded: {error}; write it as file.py:Name or module:Name") from error
-        except (ImportError, SyntaxError, NameError, TypeError, ValueError) as error:
-            raise UsageError(f"{place} cannot be loaded: {type(error).__name__}: {error}; mend {where}") from error
+        module = _module_at(place, where)
+        if not name or (thing := getattr(module, name, None)) is None:
+            names = [key for key, each in vars(module).items() if getattr(each, "__module__", "") == module.__name__]
+            there = f"no name {name!r} in {where}, which defines {', '.join(sorted(names)) or 'nothing':.200}"
+            raise UsageError(f"{place} cannot be loaded: there is {there}")
+        PLACED[place] = thing
     return PLACED[place]
+
+
+def _module_at(place: str, where: str) -> ModuleType:
+    is_file = where.endswith(".py") or "/" in where
+    try:
+        return _loaded(Path(where)) if is_file else importlib.import_module(where)
+    except HeadraceError:
+        raise
+    except (Exception, SystemExit) as error:
+        there = f"{where}.".startswith(f"{error.name}.") if isinstance(error, ModuleNotFoundError) else False
+        if there or not where or (is_file and isinstance(error, OSError) and error.filename == where):
+            why, remedy = f"there is no {where!r} here", "write it as file.py:Name or module:Name"
+        else:
+            why, remedy = in_one_line(error), f"mend {where}"
+        raise UsageError(f"{place} cannot be loaded: {why}; {remedy}") from error
 
 
 def _loaded(file: Path) -> ModuleType:
     path = file.resolve(strict=True)
     if str(path) not in FILES:
         spec = importlib.util.spec_from_file_location(f"headrace_file_{len(FILES)}_{path.stem}", path)
-        assert spec is not None
-        assert spec.loader is not None
+        if spec is None or spec.loader is None:
+            raise UsageError(f"{file} is no Python file; its name must end in .py")
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         if str(path.parent) not in sys.path:
             # For what the file imports from beside it.
             sys.path.append(str(path.parent))
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[spec.name]
+            raise
         FILES[str(path)] = module
     return FILES[str(path)]
 

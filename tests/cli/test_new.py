@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import runpy
 import subprocess
 import sys
@@ -22,14 +23,17 @@ def begin(kind: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["schedule", "codec", "source", "tracker"])
-def test_what_is_begun_passes_its_test(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.each_value
+@pytest.mark.parametrize("kind", sorted({*ExtensionKind} - {ExtensionKind.STRATEGY}))
+def test_what_is_begun_passes_its_tests(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = begin(kind, tmp_path)
     assert f"wrote {tmp_path}/my_{kind}.py" in said
     assert f"python -m pytest {tmp_path}/test_my_{kind}.py" in said
     monkeypatch.syspath_prepend(str(tmp_path))
-    test = runpy.run_path(str(tmp_path / f"test_my_{kind}.py"))["test_the_contract"]
-    test(*([tmp_path] if kind == "tracker" else []))
+    found = runpy.run_path(str(tmp_path / f"test_my_{kind}.py"))
+    for name, test in found.items():
+        if name.startswith("test_"):
+            test(*([tmp_path] if inspect.signature(test).parameters else []))
 
 
 @pytest.mark.slow

@@ -123,10 +123,10 @@ class Records(Source):
         return torch.tensor([float(index)]), torch.tensor(index % 2)
 
 
-@pytest.mark.parametrize("given", [as_pipeline, from_torch])
-def test_a_source_alone_is_refused_with_the_pipeline_that_it_needs(given: Any) -> None:
-    with pytest.raises(DataError, match=r"Records is a source .* give hr.data.Pipeline\(Records\(...\)\).shuffle\(\)"):
-        given(Records())
+def test_a_source_alone_is_a_pipeline_shuffled_as_other_data_of_a_job() -> None:
+    pipeline, lines = as_pipeline(Records())
+    assert (len(pipeline), pipeline.shuffled, lines) == (8, True, ())
+    assert not from_torch(Records()).shuffled
 
 
 @pytest.mark.parametrize("transformed", [False, True])

@@ -6,6 +6,7 @@ import ast
 import difflib
 import importlib.util
 import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +17,12 @@ from typing import Any
 from headrace.errors import HeadraceError, JobError, UnknownName, UsageError, user_place
 from headrace.machine import disk
 from headrace.machine.versions import require_torch
+from headrace.spec.call import split_calls
 from headrace.spec.job import Job, JobSource
 from headrace.spec.options import Options
 
+_FILE = re.compile(r"(?<![\w./-])[\w./-]+\.py(?=:)")
+"""A file of a place, "mine.py" of "mine.py:Squares(1000)"."""
 MODULE = "headrace_job"
 """The name of the job file's module in `sys.modules`, where its classes are looked up."""
 _OPTIONS = "options."
@@ -27,6 +31,8 @@ _OBJECTS = ("schedule", "early_stopping")
 """Fields of Options that no literal can give."""
 _JOB, _NUMBERS = "job.", ("global_batch_size", "epochs", "steps", "seed")
 """The same for the Job itself, and its fields that a literal can give."""
+_PARTS = ("callbacks", "data", "eval_data", "metrics")
+"""Its fields that are named: by a place ("mine.py:Squares") or an entry point."""
 _DATA, _WAYS = "data.", ("parallel", "cache", "prefetch")
 """The same for how the training data is read, and the arguments of `hr.data.read_by`."""
 
@@ -35,7 +41,7 @@ def load_job(path: Path, settings: Sequence[str] = ()) -> Job:
     """Runs a job file and returns its job.
 
     `settings` are "key=value" for the parameters of `job(...)`, "options.key=value" for the job's Options,
-    "job.key=value" for numbers of the Job itself, and "data.key=value" for how its training data is read.
+    "job.key=value" for numbers and parts of the Job itself, and "data.key=value" for how its training data is read.
 
     The file's definitions are sent to workers by value, so that workers need not find the file.
 
@@ -49,15 +55,35 @@ def load_job(path: Path, settings: Sequence[str] = ()) -> Job:
     job = _job_of(path, _run_file(path), [each for each in settings if not any(each in of for of in ours.values())])
     options = [field.name for field in fields(Options) if field.name not in _OBJECTS]
     job = replace(job, options=replace(job.options, **_set(ours[_OPTIONS], _OPTIONS, options, "Options", job.options)))
-    numbers = _set(ours[_JOB], _JOB, _NUMBERS, "the job")
+    numbers = _set(ours[_JOB], _JOB, (*_NUMBERS, *_PARTS), "the job")
+    numbers |= {name: _part(job, name, str(numbers[name])) for name in _PARTS if name in numbers}
     # One of them says how long a job is.
     numbers |= {other: None for one, other in (("steps", "epochs"), ("epochs", "steps")) if one in numbers}
     if ways := _set(ours[_DATA], _DATA, _WAYS, "reading the data"):
         # Lazily: other commands read a job's file and no data.
         from headrace.data import read_by
 
-        numbers["data"] = read_by(job.data, **ways)
-    return replace(job, **numbers, source=JobSource(str(path.resolve()), tuple(settings)))
+        numbers["data"] = read_by(numbers.get("data", job.data), **ways)
+    return replace(job, **numbers, source=JobSource(str(path.resolve()), tuple(map(_from_anywhere, settings))))
+
+
+def _part(job: Job, name: str, text: str) -> Any:
+    # Lazily: most jobs have all their parts in their file.
+    from headrace.cli.commands.extending.named import CALLBACKS, SOURCES, made, metrics
+
+    if name == "metrics":
+        return {**(job.metrics or {}), **metrics(text)}
+    if name == "callbacks":
+        return (*job.callbacks, *(made("callback", CALLBACKS, each) for each in split_calls(text)))
+    return made("source of data", SOURCES, text, calls=True)
+
+
+def _from_anywhere(setting: str) -> str:
+    """Returns a setting with absolute paths: a command that reads the job again may run in another folder."""
+    key, equals, text = setting.partition("=")
+    if key.strip() not in {f"{_JOB}{name}" for name in _PARTS}:
+        return setting
+    return f"{key}{equals}{_FILE.sub(lambda found: str(Path(found[0]).resolve()), text)}"
 
 
 def _job_of(path: Path, module: types.ModuleType, settings: Sequence[str]) -> Job:
@@ -66,7 +92,7 @@ def _job_of(path: Path, module: types.ModuleType, settings: Sequence[str]) -> Jo
         if settings:
             raise UsageError(
                 f"--set {settings[0]}: `job` in {path} is a value and has no parameters; "
-                "write `def job(lr=0.1): return hr.Job(...)` to set them"
+                + (_of_the_job(settings[0]) or "write `def job(lr=0.1): return hr.Job(...)` to set them")
             )
         return made
     if made is None:
@@ -182,13 +208,18 @@ def _values(path: Path, make: Callable[..., Any], settings: Sequence[str]) -> di
     for setting in settings:
         key, text = _key_and_text(setting, values)
         if key not in named and not open_ended:
-            raise UnknownName("parameter", key, named, f"job() in {path}")
+            raise UnknownName("parameter", key, named, f"job() in {path}", _of_the_job(setting))
         default = named[key].default if key in named else inspect.Parameter.empty
         values[key] = _value(key, text, default)
     missing = [name for name, it in named.items() if it.default is it.empty and name not in values]
     if missing:
         raise UsageError(f"job() in {path} needs {', '.join(missing)}; give --set {missing[0]}=...")
     return values
+
+
+def _of_the_job(setting: str) -> str:
+    """Returns how a setting is written that is the Job's; "" for another."""
+    return f"write --set {_JOB}{setting}" if setting.partition("=")[0].strip() in (*_NUMBERS, *_PARTS) else ""
 
 
 def _key_and_text(setting: str, before: Mapping[str, Any]) -> tuple[str, str]:

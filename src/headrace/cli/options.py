@@ -26,7 +26,7 @@ from headrace.spec.options import Checkpoints
 from headrace.strategies.table import SHORT_NAMES, STRATEGIES, unknown_strategy
 
 if TYPE_CHECKING:
-    from headrace.report.trackers.tensorboard import TensorBoard
+    from headrace.spec.events import Event
 
 
 MOST_SECONDS = 1_000_000
@@ -109,7 +109,7 @@ SettingsOption = Annotated[
     option(
         "--set KEY=VALUE",
         "A parameter of the file's `job(...)`, as a Python literal; or options.NAME of its Options, "
-        "job.global_batch_size, data.parallel ...; may be given again.",
+        "job.global_batch_size, job.metrics=mine.py:top5, data.parallel ...; may be given again.",
     ),
 ]
 TimeoutOption = Annotated[
@@ -195,6 +195,10 @@ DistributionOption = Annotated[
     ),
 ]
 TensorBoardOption = Annotated[Path | None, option("--tensorboard DIR", "Write curves for TensorBoard there, too.")]
+TrackerOption = Annotated[
+    list[str] | None,
+    option("--tracker NAME", "What takes its events, too: mine.py:Csv('a.csv'), mlflow; may be given again."),
+]
 
 
 def check_strategies(names: Sequence[str]) -> None:
@@ -299,12 +303,25 @@ def saying_where(run_dir: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tensorboards(log_dir: Path | None) -> Iterator[TensorBoard | None]:
-    """Yields what writes the events of each run to a folder of its own in `log_dir`, or None."""
-    if log_dir is None:
-        yield None
-        return
-    from headrace.report.trackers.tensorboard import TensorBoard
+def listeners(log_dir: Path | None, names: Sequence[str] | None) -> Iterator[list[Callable[[Event], None]] | None]:
+    """Yields what takes the events of each run: one that writes to a folder of its own in `log_dir`, and named ones.
 
-    with TensorBoard(log_dir, per_run=True) as board:
-        yield board
+    Raises:
+        UsageError: one of the names is that of no tracker, or it cannot be made.
+    """
+    with contextlib.ExitStack() as stack:
+        found: list[Callable[[Event], None]] = []
+        if log_dir is not None:
+            from headrace.report.trackers.tensorboard import TensorBoard
+
+            found.append(stack.enter_context(TensorBoard(log_dir, per_run=True)))
+        for name in names or ():
+            # Lazily: they import torch, and files of the user's.
+            from headrace.cli.commands.extending.named import TRACKERS, made
+            from headrace.report.trackers.tracker import Tracker
+
+            each = made("tracker", TRACKERS, name)
+            if not callable(each):
+                raise UsageError(f"--tracker {name} is {each!r:.60}, and must be a Tracker, or a function of one event")
+            found.append(stack.enter_context(each) if isinstance(each, Tracker) else each)
+        yield found or None

@@ -22,7 +22,7 @@ def as_pipeline(data: Any) -> tuple[InputPipeline, tuple[str, ...]]:
 
     Args:
         data: a pipeline, a tuple or list of tensors or arrays, a dict of them, one alone, a list of
-            examples, a map-style data set, or a `DataLoader` around one.
+            examples, a `Source`, a map-style data set, or a `DataLoader` around one.
 
     Raises:
         DataError: it is none of these, is empty or ragged.

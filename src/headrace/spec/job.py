@@ -40,7 +40,7 @@ class Job(ShownAsTable):
         optimizer: takes named parameters (or parameters), returns a `torch.optim.Optimizer`:
             `functools.partial(torch.optim.SGD, lr=0.1)`. Or a dict of sets of parameters that are trained in turns, by
             name: an optimizer for the parameters of the part of the model with that name, or an `hr.ParameterSet`.
-        data: an `hr.data` pipeline, a torch `Dataset` or `DataLoader`, or a tuple of tensors or arrays.
+        data: an `hr.data` pipeline or source, a torch `Dataset` or `DataLoader`, or a tuple of tensors or arrays.
         global_batch_size: examples that all workers together take in one round.
         task: loss, prediction and metrics in one, from `hr.tasks`; or give `loss`.
         loss: `loss(output, target)` returns a scalar, the mean over the batch, or an `hr.Mean`. With several sets of

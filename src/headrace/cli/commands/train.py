@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,15 +37,16 @@ from headrace.cli.options import (
     StrategyOption,
     TensorBoardOption,
     TimeoutOption,
+    TrackerOption,
     WorkersOption,
     check_strategies,
     checkpoints_of,
     complete_strategies,
     default_run_dir,
     job_name,
+    listeners,
     saying_where,
     split_names,
-    tensorboards,
 )
 from headrace.cli.output import Answer, ExitCode, say_at_once, show_comparison, show_run
 from headrace.cli.ray_cluster import PlacementOption, ResourcesOption, RuntimeEnvOption, is_ray, ray_engine
@@ -69,6 +71,7 @@ _EXAMPLES = """
   headrace train job.py --strategy mirrored --json | jq .metrics
   headrace train job.py --run-dir runs/a --checkpoint-every 100
   headrace train job.py --run-dir runs/a --resume
+  headrace train job.py --tracker "mine.py:Csv('numbers.csv')" --set job.metrics=mine.py:top5
   headrace train job.py --cluster ray://auto --workers 8 --servers 2
 """
 
@@ -112,6 +115,7 @@ def train(
     encrypt: EncryptOption = True,
     predict: _PredictOption = None,
     tensorboard: TensorBoardOption = None,
+    tracker: TrackerOption = None,
     watch: _WatchOption = False,
     verbose: _VerboseOption = False,
 ) -> None:
@@ -124,18 +128,16 @@ def train(
     where = run_dir or default_run_dir(f"{job_name(path)}-{parse_call(strategy).name.rpartition(':')[2]}")
     # In this order: the engine forks this process, which must not have run the job file before.
     with own_engine(secret_file, path, ray) as engine, saying_where(where):
-        job, chosen, fit = load_job(path, settings or ()), resolved(strategy, workers, servers), _fit()
+        job, chosen = load_job(path, settings or ()), resolved(strategy, workers, servers)
+        fit = partial(_fit(), timeout_s=timeout_s, collective_timeout_s=collective_timeout_s, engine=engine)
         _keep_prediction(predict, cluster, job, chosen, device, where)
-        with tensorboards(tensorboard) as on_event, watching(where, watch):
+        with listeners(tensorboard, tracker) as on_event, watching(where, watch):
             run = fit(
                 job,
                 strategy=chosen,
                 device=device,
                 run_dir=where,
                 on_event=on_event,
-                timeout_s=timeout_s,
-                collective_timeout_s=collective_timeout_s,
-                engine=engine,
                 checkpoints=_saving(answer, chosen, saved),
                 resume=going,
                 reset_optimizer=reset_optimizer,
@@ -245,6 +247,7 @@ def compare(
     timeout_s: TimeoutOption = 10.0,
     collective_timeout_s: CollectiveTimeoutOption = 600.0,
     tensorboard: TensorBoardOption = None,
+    tracker: TrackerOption = None,
     retries: Annotated[int, option("--retries N", "Most repetitions of a disturbed measurement.", min=0)] = 2,
 ) -> None:
     """Train the job of a file under several strategies.
@@ -263,7 +266,7 @@ def compare(
         for name, count in zip(names, map(count_of, chosen), strict=True):
             if workers is not None and count not in (None, workers):
                 raise UsageError(f"--workers {workers}: {name} runs on {count}; say it once")
-        with tensorboards(tensorboard) as on_event:
+        with listeners(tensorboard, tracker) as on_event:
             comparison = compare_strategies(
                 job,
                 chosen,

@@ -31,8 +31,8 @@ from headrace.data.pipeline.source import Epoch, Source, collate, require_whole,
 from headrace.errors import DataError
 
 _FORMS = (
-    "a pair of tensors or arrays, a dict of them, a torch Dataset or DataLoader, or a pipeline from hr.data, such as "
-    "hr.data.Pipeline(source) of an hr.data.Source"
+    "a pair of tensors or arrays, a dict of them, a torch Dataset or DataLoader, an hr.data.Source, or a pipeline from "
+    "hr.data"
 )
 
 _OPTIONS = ("prefetch_factor", "worker_init_fn", "timeout", "persistent_workers")
@@ -162,11 +162,7 @@ def read_all(examples: Any, limit: int) -> list[Any]:
 
 def _from_dataset(dataset: Any, collate_fn: Any = None) -> InputPipeline:
     if isinstance(dataset, Source):
-        name = type(dataset).__name__
-        raise DataError(
-            f"{name} is a source of examples, and data needs a pipeline, which gives them an order; give "
-            f"hr.data.Pipeline({name}(...)).shuffle()"
-        )
+        return InputPipeline(dataset)
     if isinstance(dataset, IterableDataset):
         raise DataError(
             f"{type(dataset).__name__} is an IterableDataset: its examples have no index, so no order can be "

@@ -17,6 +17,7 @@ from headrace.machine import disk
 _EXAMPLES = """
   headrace new strategy slow_mo
   headrace new schedule one_by_one --folder research
+  headrace new metric top_two
 """
 
 
@@ -28,22 +29,28 @@ class ExtensionKind(StrEnum):
     CODEC = "codec"
     SOURCE = "source"
     TRACKER = "tracker"
+    OUTER_STEP = "outer_step"
+    METRIC = "metric"
+    CALLBACK = "callback"
 
 
 _NEXT = {
     ExtensionKind.STRATEGY: 'headrace train job.py --strategy "{place}(workers=2)"',
     ExtensionKind.SCHEDULE: "headrace train job.py --strategy \"pipeline(stages=2, schedule='{place}')\"",
     ExtensionKind.CODEC: "headrace train job.py --strategy \"parameter_server(push_codec='{place}')\" --workers 2",
-    ExtensionKind.SOURCE: "from {module} import {name}  # in a job file: hr.Job(data=hr.data.Pipeline({name}()), ...)",
-    ExtensionKind.TRACKER: "from {module} import {name}  # hr.fit(job, on_event={name}('numbers.jsonl'))",
+    ExtensionKind.SOURCE: "headrace train job.py --set job.data={place}",
+    ExtensionKind.TRACKER: "headrace train job.py --tracker \"{place}('numbers.jsonl')\"",
+    ExtensionKind.OUTER_STEP: "headrace train job.py --strategy \"parameter_averaging(outer='{place}')\" --workers 2",
+    ExtensionKind.METRIC: "headrace train job.py --set job.metrics={place}",
+    ExtensionKind.CALLBACK: "headrace train job.py --set job.callbacks={place}",
 }
 
 
 @command(_EXAMPLES)
 def new(
     answer: Answer,
-    kind: Annotated[ExtensionKind, argument("KIND", "strategy, schedule, codec, source or tracker.")],
-    name: Annotated[str, argument("NAME", "Of the file; the class is named for it: slow_mo, SlowMo.")],
+    kind: Annotated[ExtensionKind, argument("KIND", "What it is.")],
+    name: Annotated[str, argument("NAME", "Of the file; what it defines is named for it: slow_mo, SlowMo.")],
     folder: Annotated[Path, option("--folder DIR", "Where to.")] = Path(),
 ) -> None:
     """Write a small extension that runs, with its test."""
@@ -57,9 +64,9 @@ def new(
     for file, template in files.items():
         text = resources.files(__package__).joinpath("templates", template).read_text(encoding="utf-8")
         file.write_text(Template(text).substitute(words), encoding="utf-8")
-    place = f"{folder / name}.py:{words['Name']}"
+    place = f"{folder / name}.py:{words['name' if kind is ExtensionKind.METRIC else 'Name']}"
     test = f"python -m pytest {folder / f'test_{name}.py'}"
-    use = _NEXT[kind].format(place=place, module=name, name=words["Name"])
+    use = _NEXT[kind].format(place=place)
     written = [str(file) for file in files]
     answer.give(
         {"files": written, "test": test, "use": use}, "\n".join([*(f"wrote {file}" for file in written), test, use])
