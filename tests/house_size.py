@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 129_812
+LINES = 129_974
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_030
 """Of the files that docs/architecture.md names as the core."""
 
 CLOSURES = {
-    "data": 900,
-    "data.loading.loader": 6_580,
-    "strategies.one_device": 10_170,
-    "strategies.mirrored": 11_370,
-    "strategies.central_storage": 13_440,
-    "worker.main": 20_760,
-    "engine.local.process": 22_460,
+    "data": 920,
+    "data.loading.loader": 6_600,
+    "strategies.one_device": 10_180,
+    "strategies.mirrored": 11_390,
+    "strategies.central_storage": 13_450,
+    "worker.main": 20_780,
+    "engine.local.process": 22_480,
     "parameter_server.core.shard": 1_250,
     "serving.application": 4_140,
-    "api.fit": 34_180,
+    "api.fit": 34_200,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 
