@@ -53,6 +53,7 @@ def name_of(page: Path) -> str:
 
 def in_full_runs_only(page: Path) -> bool:
     chosen = {"answers": QUICK_ANSWERS, "guide": READ_FIRST, "tutorial": READ_FIRST, "ideas": ()}
+    chosen["libraries"] = ("checkpoints",)
     return page.stem not in chosen.get(page.parent.name, (page.stem,))
 
 

@@ -13,7 +13,7 @@ import torch
 from headrace.errors import InfeasiblePlan
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.session import ServerConnection
-from headrace.parameter_server.connecting import _open_client_transport, connect, open_server_transport
+from headrace.parameter_server.connecting import connect, open_client_transport, open_server_transport
 from headrace.parameter_server.planning import layout_of
 from headrace.parameter_server.replication.directory import ServerDirectory
 from headrace.parameter_server.replication.log import LogEntry, LogPayload, encode_entry
@@ -109,7 +109,7 @@ def test_a_push_of_all_rows_comes_and_what_would_end_the_connection_is_not_sent(
     with ExitStack() as closing:
         port = open_server_transport(layout, way)
         closing.callback(port.close)
-        link = join(port, lambda: _open_client_transport(port.address, layout, layout.push_slots, 10.0))
+        link = join(port, lambda: open_client_transport(port.address, layout, layout.push_slots, 10.0))
         closing.callback(link.close)
         with pytest.raises(ValueError, match=f"a server takes at most 60,000 and {len(blob):,}"):
             link.send(b"push", blob=blob + b"1")

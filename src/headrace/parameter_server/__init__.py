@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from headrace.parameter_server.client.session import ServerConnection
     from headrace.parameter_server.core.leases import LeaseTable
     from headrace.parameter_server.core.shard import Shard
+    from headrace.parameter_server.models import ModelClient, serve_model
     from headrace.parameter_server.replication.machine import Authority, View
     from headrace.parameter_server.replication.transport import ReplicatedTransport
     from headrace.parameter_server.server.optimizer import Remedies, RoundClock, ShardOptimizer
@@ -21,6 +22,7 @@ __all__ = [
     "Authority",
     "Client",
     "LeaseTable",
+    "ModelClient",
     "Remedies",
     "ReplicatedTransport",
     "RoundClock",
@@ -32,6 +34,7 @@ __all__ = [
     "ShardSpec",
     "Snapshots",
     "View",
+    "serve_model",
 ]
 
 # What is imported when it is first asked for: the machines need no torch.
@@ -41,6 +44,8 @@ _HOMES = {
     "Client": "headrace.parameter_server.client.client",
     "ServerConnection": "headrace.parameter_server.client.session",
     "ShardLayout": "headrace.parameter_server.wire",
+    "ModelClient": "headrace.parameter_server.models",
+    "serve_model": "headrace.parameter_server.models",
     "LeaseTable": "headrace.parameter_server.core.leases",
     "RoundClock": "headrace.parameter_server.server.optimizer",
     "ReplicatedTransport": "headrace.parameter_server.replication.transport",

@@ -58,7 +58,7 @@ def build_server(
     link = process.end or open_server_transport(layout, transport, process.address)
     replicated = None
     if plan.backups:
-        primary = functools.partial(_open_client_transport, layout=layout, pushes=Slots(()), hello_s=_RECONNECT_HELLO_S)
+        primary = functools.partial(open_client_transport, layout=layout, pushes=Slots(()), hello_s=_RECONNECT_HELLO_S)
         replicated = ReplicatedTransport(link, layout.push_slots, layout.reply_slots, process.number, primary)
         link = replicated.transport
     given = leases if rank == plan.servers[0] else None
@@ -105,7 +105,7 @@ def connect(
         zip(tuple(used), layouts, places, servers.roles, strict=True)
     ):
         pushes = Slots(()) if observes else layout.push_slots
-        open_one = functools.partial(servers.open or _open_client_transport, layout=layout, pushes=pushes)
+        open_one = functools.partial(servers.open or open_client_transport, layout=layout, pushes=pushes)
 
         def reopen(index: int = index, open_one: Callable[..., ClientTransport] = open_one) -> ClientTransport:
             servers.suspect(index)
@@ -149,7 +149,10 @@ def _connect_once(
         sleep(_POLL_S)
 
 
-def _open_client_transport(address: str, layout: ShardLayout, pushes: Slots, hello_s: float) -> ClientTransport:
+def open_client_transport(
+    address: str, layout: ShardLayout, pushes: Slots, hello_s: float = _HELLO_S
+) -> ClientTransport:
+    """Opens a client's end to the address of `open_server_transport`, which is answered within `hello_s`."""
     slots = layout.slots, pushes, layout.reply_slots
     if address.startswith("local:"):
         return LocalClientTransport(address, *slots, rows_bytes=layout.rows_bytes, hello_s=hello_s)
