@@ -28,6 +28,7 @@ from headrace.spec.events import (
     ServerStarted,
     SharesBalanced,
     SnapshotTaken,
+    ValuesLogged,
     WorkerEnded,
     WorkerStarted,
 )
@@ -41,6 +42,7 @@ _LOSSES = 50
 _FAULTS = ("failed", "lost", "not finite")
 _MARKS = 30
 _MOST_TEXT, _MOST_TRACEBACK = 4000, 8000
+_MOST_NAME, _MOST_CURVES = 200, 64
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,46 @@ class DriftCurve:
             "period": [each.period for each in self._seen],
             "why": clean(self._seen[-1].why)[:_MOST_TEXT] if self._seen else "",
         }
+
+
+class LoggedNumbers:
+    """Numbers that callbacks, a strategy or a loop have logged, by curve, at most so many of each."""
+
+    def __init__(self) -> None:
+        self._curves: dict[str, list[tuple[float, float, int]]] = {}
+        self._starts: list[RunStarted] = []
+
+    def add(self, event: Event) -> bool:
+        """Takes an event; returns whether it changes a curve. What a later attempt repeats counts once."""
+        if isinstance(event, RunStarted):
+            self._starts.append(event)
+            for points in self._curves.values():
+                points[:] = [each for each in points if not self._is_done_again(each[0], each[2])]
+            return bool(self._curves)
+        if not isinstance(event, ValuesLogged) or self._is_done_again(event.time_s, event.step):
+            return False
+        for name, value in event.curves().items():
+            if name not in self._curves and len(self._curves) >= _MOST_CURVES:
+                continue
+            points = self._curves.setdefault(name, [])
+            insort(points, (event.time_s, value, event.step))
+            if len(points) > _EVALUATIONS:
+                del points[1:-1:2]
+        return True
+
+    def _is_done_again(self, time_s: float, step: int) -> bool:
+        return any(time_s < each.time_s and step > each.resumed_step for each in self._starts)
+
+    def message(self) -> list[dict[str, Any]]:
+        """Returns the curves by name: the run's seconds, and the numbers."""
+        return [
+            {
+                "name": clean(name)[:_MOST_NAME],
+                "time_s": [each[0] for each in points],
+                "values": [each[1] for each in points],
+            }
+            for name, points in sorted(self._curves.items())
+        ]
 
 
 @dataclass

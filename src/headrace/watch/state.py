@@ -26,7 +26,7 @@ from headrace.spec.events import (
 )
 from headrace.watch.bins import RECENT_WIDTH_S, LossBins, RecentLanes, RunLanes
 from headrace.watch.limit import StepSums
-from headrace.watch.records import DriftCurve, Evaluations, Journal, JournalLine, ProcessTable, SaveLog
+from headrace.watch.records import DriftCurve, Evaluations, Journal, JournalLine, LoggedNumbers, ProcessTable, SaveLog
 from headrace.watch.servers import ServersSeen
 from headrace.watch.steps import Floats, Ints, Steps
 from headrace.watch.tail import News, RunTail
@@ -62,10 +62,13 @@ class WatchedRun:
         self._loss, self._lanes, self._recent = LossBins(), RunLanes(), RecentLanes()
         self._saves, self._processes, self._evaluations = SaveLog(), ProcessTable(), Evaluations()
         self._journal, self._sums = Journal(), StepSums()
-        self._parts: dict[str, Journal | SaveLog | DriftCurve | ServersSeen | ProcessTable | StepSums] = {
+        self._parts: dict[
+            str, Journal | SaveLog | DriftCurve | LoggedNumbers | ServersSeen | ProcessTable | StepSums
+        ] = {
             "journal": self._journal,
             "saves": self._saves,
             "averaging": DriftCurve(),
+            "numbers": LoggedNumbers(),
             "servers": ServersSeen(),
             "processes": self._processes,
             "parts": self._sums,

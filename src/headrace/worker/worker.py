@@ -265,6 +265,14 @@ class Worker:
         self._control.places.look()
         return metrics
 
+    def log(self, name: str, value: float | Tensor) -> None:
+        """Writes a number of this rank as an event, which trackers, reports and `headrace watch` show as a curve.
+
+        Raises:
+            UsageError: a name or a value that no curve can have.
+        """
+        self._session.events.log({name: value}, self._progress.done)
+
     def _begin(self, compute: Callable[[], Computed]) -> None:
         if not self._in_round:
             raise UsageError(

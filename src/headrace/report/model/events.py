@@ -16,7 +16,7 @@ from headrace.errors import DataError, UsageError
 from headrace.machine import disk
 from headrace.machine.disk import disk_fails, is_full, unless
 from headrace.machine.identity import own_version
-from headrace.spec.events import Evaluated, Event, NonFinite, RunStarted, Saved, Stepped, decode
+from headrace.spec.events import Evaluated, Event, NonFinite, RunStarted, Saved, Stepped, ValuesLogged, decode
 from headrace.spec.plain import from_plain
 from headrace.spec.plan import Plan
 
@@ -299,6 +299,6 @@ def is_done_again(event: Event, start: RunStarted) -> bool:
         case NonFinite():
             return event.step >= start.resumed_step
         # These say how many rounds were done, not which one.
-        case Evaluated() | Saved():
+        case Evaluated() | Saved() | ValuesLogged():
             return event.step > start.resumed_step
     return False

@@ -24,6 +24,7 @@ from headrace.report.model.training import (
     averaging_of,
     balance_of,
     curves_of,
+    numbers_of,
 )
 from headrace.report.predicted import PredictedRun
 from headrace.spec.events import (
@@ -40,6 +41,7 @@ from headrace.spec.events import (
     ServerStarted,
     Stepped,
     TableStats,
+    ValuesLogged,
     WorkerEnded,
     WorkerStarted,
 )
@@ -154,6 +156,7 @@ class Summary:
     balance: BalanceSummary | None = None
     passed: PipelineStep | None = None
     times_of_last: StepTimes | None = None
+    numbers: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
 
     @property
     def bottleneck(self) -> Bottleneck | None:
@@ -262,6 +265,7 @@ def summarize(run_dir: Path | str, log: EventLog | None = None) -> Summary:
         averaging=averaging_of(begun),
         balance=balance_of(begun),
         passed=passed_of(begun),
+        numbers=numbers_of(of_kind(ValuesLogged, events)),
     )
 
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from headrace.policies.measurement import spread_of
 from headrace.policies.roles import split
 from headrace.report.model.events import Attempt, of_kind
-from headrace.spec.events import Evaluated, ParametersAveraged, SharesBalanced, Stepped
+from headrace.spec.events import Evaluated, ParametersAveraged, SharesBalanced, Stepped, ValuesLogged
 
 WARM_UP_STEPS = 5
 """Steps of each worker that rates leave out: allocations, first touches of memory, caches."""
@@ -234,6 +234,21 @@ class Curves:
     evaluations: tuple[EvaluationPoint, ...]
     first_loss: float | None = None
     set_losses: Mapping[str, tuple[LossPoint, ...]] = field(default_factory=dict)
+
+
+def rank_of(curve: str) -> tuple[str, str]:
+    """Returns the name of a logged number, and which rank's it is: "drift", "rank 1" of "drift/rank-1"."""
+    name, rank, number = curve.rpartition("/rank-")
+    return (name, f"rank {number}") if rank and number.isdecimal() else (curve, "rank 0")
+
+
+def numbers_of(events: Iterable[ValuesLogged]) -> Mapping[str, tuple[tuple[int, float], ...]]:
+    """Returns the numbers that a run has logged by curve: after so many rounds, which number."""
+    found: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for event in events:
+        for name, value in event.curves().items():
+            found[name].append((event.step, value))
+    return {name: tuple(points) for name, points in sorted(found.items())}
 
 
 def curves_of(

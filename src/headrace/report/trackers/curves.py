@@ -105,9 +105,8 @@ class EventCurves:
                 yield TrackedValue("checkpoints/stall_s", event.stall_s, event.step, time_s)
                 yield TrackedValue("checkpoints/bytes", event.bytes, event.step, time_s)
             case ValuesLogged():
-                of_rank = f"/rank-{event.rank}" if event.rank else ""
-                for name, value in event.values.items():
-                    yield TrackedValue(f"{name}{of_rank}", value, event.step, time_s)
+                for name, value in event.curves().items():
+                    yield TrackedValue(name, value, event.step, time_s)
             case PictureLogged():
                 yield TrackedPicture(event.name, event.path, event.step, time_s)
             case TextLogged():

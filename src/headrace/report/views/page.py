@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from headrace.errors import UsageError
+from headrace.report.drawing.curves import Curve, draw_curves
 from headrace.report.format import MISSING, duration, fixed, plural, short, to_cells, to_heads, torn_text
 from headrace.report.model.summary import Summary, brief_of
-from headrace.report.model.training import STEP_PARTS, WARM_UP_STEPS
+from headrace.report.model.training import CURVE_POINTS, STEP_PARTS, WARM_UP_STEPS, rank_of
 from headrace.report.model.verdict import References, verdict
 from headrace.report.views.document import (
     coded,
@@ -43,6 +44,9 @@ from headrace.report.views.table import COLUMNS, ComparedRun, differing_line, en
 
 _OWN = (PIPELINE, SERVER_GROUP, AVERAGING, SHARES, WORKERS)
 """Groups of which one has the picture of a run's strategy."""
+
+LOGGED, _MOST_NUMBERS, _MOST_RANKS = "Logged numbers", 12, 8
+"""The fold of numbers that a run has logged itself, how many pictures it has, and how many curves of a run."""
 
 _HOW = {
     "Examples a second": (
@@ -105,9 +109,31 @@ def page_fragment(summaries: Sequence[Summary], references: References | None = 
     return embedded([*alerts, *above, shown])
 
 
+def _numbers(summaries: Sequence[Summary]) -> list[Picture]:
+    """Returns a picture of each number that runs have logged, with a curve for each rank of a run."""
+    drawn = []
+    reading = f"As a callback, the strategy or the loop has logged it, of at most {_MOST_RANKS} ranks of a run."
+    names = dict.fromkeys(rank_of(curve)[0] for each in summaries for curve in each.numbers)
+    for name in list(names)[:_MOST_NUMBERS]:
+        curves = []
+        for run, style in zip(summaries, run_styles(summaries), strict=True):
+            ranks = [curve for curve in run.numbers if rank_of(curve)[0] == name][:_MOST_RANKS]
+            for place, curve in enumerate(ranks):
+                colour = f"series-{place}" if len(summaries) == 1 else style.colour
+                of = [run.name] * (len(summaries) > 1) + [rank_of(curve)[1]] * (len(ranks) > 1)
+                points = run.numbers[curve][:: -(-len(run.numbers[curve]) // CURVE_POINTS)]
+                curves.append(Curve(points, colour, style.dashes, name=" ".join(of)))
+        last = ", ".join(f"{each.name} {short(each.points[-1][1])}".strip() for each in curves)
+        title = f"How does {name} go?"
+        drawn.append(
+            Picture(title, draw_curves(title, curves, "rounds", name), reading, "runs", f"Last: {last}.", LOGGED)
+        )
+    return drawn
+
+
 def _page(title: str, summaries: Sequence[Summary], references: References) -> list[str]:
     """Returns what answers most questions, and below it the rest, folded."""
-    drawn = pictures(summaries, references)
+    drawn = [*pictures(summaries, references), *_numbers(summaries)]
     keys = _keys(summaries, references)
     tables = {SERVER_GROUP: _servers(summaries), "Input": _inputs(summaries)}
     groups: dict[str, list[Picture]] = {each.group: [] for each in drawn if each.group}

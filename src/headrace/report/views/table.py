@@ -230,6 +230,15 @@ def _evaluation_text(summary: Summary) -> str | None:
     return f"{metrics} after {plural(summary.curves.evaluations[-1].epochs, 'epoch')}"
 
 
+_MOST_NUMBERS = 8
+
+
+def _numbers_text(summary: Summary) -> str | None:
+    shown = [f"{name} {short(points[-1][1])}" for name, points in summary.numbers.items()]
+    more = f", and {len(shown) - _MOST_NUMBERS} more" if len(shown) > _MOST_NUMBERS else ""
+    return ", ".join(shown[:_MOST_NUMBERS]) + more or None
+
+
 def _steps_text(summary: Summary) -> str:
     batch, epochs = summary.started.global_batch_size, summary.training.epochs
     return f"{summary.steps} of {batch} examples, {plural(epochs, 'epoch')}"
@@ -277,6 +286,13 @@ _RUN: tuple[Field[Summary], ...] = (
         key="metrics",
     ),
     Field(_evaluation_text, label="evaluation"),
+    Field(_numbers_text, label="logged"),
+    Field(
+        lambda summary: {
+            name: last if math.isfinite(last := points[-1][1]) else None for name, points in summary.numbers.items()
+        },
+        key="logged",
+    ),
     Field(lambda summary: to_json(STEP, summary.times), key="step_seconds"),
     json_mapping(STEP, "times_by_rank", key="step_seconds_by_rank"),
     Field(attrgetter("times"), step_text, label="mean step"),

@@ -94,6 +94,7 @@ export class Chart {
     this.#options = options;
     this.#key.className = "key";
     place.append(this.#key, this.#svg, this.#told);
+    this.#svg.setAttribute("aria-label", options.name);
     new ResizeObserver(() => this.#draw()).observe(this.#svg);
     this.#svg.addEventListener("pointermove", (event) => this.#point(event.offsetX));
     this.#svg.addEventListener("pointerleave", () => this.#point(null));

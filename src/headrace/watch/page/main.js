@@ -17,6 +17,7 @@ let lanes = {};
 let processes = [];
 let servers = null;
 let averaging = null;
+let numbers = [];
 let run = null;
 let token = "";
 let stop = () => {};
@@ -48,6 +49,7 @@ const charts = {
   rate: chart("rate", { name: "Examples a second", x: "", y: "examples/s", showX: duration, showY: short, fromZero: true }),
   staleness: chart("staleness", { name: "Mean staleness", x: "", y: "updates", showX: duration, showY: short, fromZero: true }),
   traffic: chart("traffic", { name: "Traffic by server", x: "", y: "", showX: duration, showY: (value) => `${bytes(value)}/s`, fromZero: true }),
+  numbers: chart("numbers", { name: "Logged numbers", x: "", y: "", showX: duration, showY: short }),
   drift: chart("drift", { name: "Drift", x: "", y: "of the mean's norm", showX: duration, showY: short, fromZero: true }),
 };
 const picture = new Lanes(at("lanes-canvas"));
@@ -89,6 +91,7 @@ function forget() {
   lanes = { lanes: new LaneStore(), recent: new LaneStore() };
   processes = [];
   servers = averaging = run = null;
+  numbers = [];
 }
 
 function connect() {
@@ -98,7 +101,7 @@ function connect() {
     open: () => {
       forget();
       panels.complaints([]);
-      for (const id of ["lanes", "staleness", "traffic", "drift", "servers", "memory", "evaluations", "saves", "journal", "metric", "spent"]) at(id).hidden = true;
+      for (const id of ["lanes", "staleness", "traffic", "drift", "numbers", "servers", "memory", "evaluations", "saves", "journal", "metric", "spent"]) at(id).hidden = true;
       at("ask").hidden = true;
       chosen = false;
     },
@@ -193,6 +196,10 @@ function takeDetail(message) {
     averaging = message.averaging;
     drawDrift();
   }
+  if (message.numbers) {
+    numbers = message.numbers;
+    drawNumbers();
+  }
   lanesSoon();
   place();
 }
@@ -245,6 +252,17 @@ function drawDrift() {
   say(at("drift").querySelector("p"), period === undefined ? "" : `the period is ${period} rounds: ${averaging.why}`);
 }
 
+// One number at a time, of all ranks that have logged it.
+function drawNumbers() {
+  const base = (each) => each.name.replace(/\/rank-\d+$/, "");
+  const names = [...new Set(numbers.map(base))];
+  panels.choices(at("number"), names);
+  at("numbers").hidden = !names.length;
+  const shown = numbers.filter((each) => base(each) === at("number").value);
+  const curves = shown.map((each, index) => ({ name: each.name, ...style(index), points: pairs(each.time_s, each.values), marked: true }));
+  charts.numbers.show(curves, { name: at("number").value, x: "of the run", marks: marks("time_s") });
+}
+
 function drawLanes() {
   const kind = document.querySelector("input[name=time]:checked").value;
   at("lanes").hidden = !lanes[kind].bins.size;
@@ -283,6 +301,7 @@ for (const each of document.querySelectorAll("input[name=time]")) each.addEventL
   chosen = true;
   drawLanes();
 });
+at("number").addEventListener("change", drawNumbers);
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   at("curves").focus();

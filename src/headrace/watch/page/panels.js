@@ -60,6 +60,13 @@ export function fill(place, heads, rows) {
   rows.forEach((cells, row) => cells.forEach((content, n) => settle(body.children[row].children[n], content)));
 }
 
+// The names that a list offers; what someone has chosen stays.
+export function choices(list, names) {
+  if ([...list.options].map((each) => each.value).join("\n") === names.join("\n")) return;
+  const chosen = list.value;
+  list.replaceChildren(...names.map((name) => make("option", { selected: name === chosen }, name)));
+}
+
 function section(id, shown) {
   at(id).hidden = !shown;
   return at(id).querySelector(".scroll");
