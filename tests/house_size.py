@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 130_273
+LINES = 130_423
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_030
@@ -13,14 +13,14 @@ CORE = 15_030
 CLOSURES = {
     "data": 920,
     "data.loading.loader": 6_610,
-    "strategies.one_device": 10_180,
-    "strategies.mirrored": 11_390,
-    "strategies.central_storage": 13_450,
-    "worker.main": 20_790,
-    "engine.local.process": 22_500,
+    "strategies.one_device": 10_200,
+    "strategies.mirrored": 11_400,
+    "strategies.central_storage": 13_470,
+    "worker.main": 20_810,
+    "engine.local.process": 22_510,
     "parameter_server.core.shard": 1_250,
     "serving.application": 4_140,
-    "api.fit": 34_230,
+    "api.fit": 34_240,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 
