@@ -10,6 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from headrace.report.format import byte_count, clean, plural
+from headrace.report.model.training import logged_curves
 from headrace.report.views.live import non_finite_text
 from headrace.spec.events import (
     BackupReady,
@@ -223,7 +224,7 @@ class LoggedNumbers:
             return bool(self._curves)
         if not isinstance(event, ValuesLogged) or self._is_done_again(event.time_s, event.step):
             return False
-        for name, value in event.curves().items():
+        for name, value in logged_curves(event).items():
             if name not in self._curves and len(self._curves) >= _MOST_CURVES:
                 continue
             points = self._curves.setdefault(name, [])

@@ -107,11 +107,7 @@ class EventWriter:
             self.flush()
 
     def log(self, values: Mapping[str, Any], done: int) -> None:
-        """Appends a `ValuesLogged` event: numbers by name, after `done` rounds. It is flushed a few times a second.
-
-        Raises:
-            UsageError: a name or a value that no curve can have.
-        """
+        """Appends numbers by name, after `done` rounds; a UsageError for what no curve can have."""
         numbers = {}
         for name, value in values.items():
             require_name(name)

@@ -107,8 +107,7 @@ class Worker:
         Where workers do not go in lockstep, it is True where all workers have done all rounds up to it.
         """
         done = self._progress.done
-        at_end = done % self._session.loader.rounds_per_epoch == 0 or done >= self.rounds
-        return self._loop.at_sync_point and at_end
+        return self._loop.at_sync_point and (done % self._session.loader.rounds_per_epoch == 0 or done >= self.rounds)
 
     @property
     def evaluation_due(self) -> bool:

@@ -115,6 +115,8 @@ def check_schedule(name: str, schedule: PipelineSchedule) -> None:
     """
     found: dict[tuple[int, int], set[PassKind]] = {}
     orders, stages = schedule.orders(), schedule.stages()
+    if schedule.orders() != orders:
+        raise _wrong(name, "gives another order each time that it is asked, and each rank asks for itself")
     for rank, order in enumerate(orders):
         for action in order:
             where = f"the {action.kind} of micro-batch {action.micro_batch} in stage {action.stage}"

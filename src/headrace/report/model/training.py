@@ -236,6 +236,12 @@ class Curves:
     set_losses: Mapping[str, tuple[LossPoint, ...]] = field(default_factory=dict)
 
 
+def logged_curves(event: ValuesLogged) -> dict[str, float]:
+    """Returns numbers by the names of their curves; those of another rank than 0 end in "/rank-1"."""
+    of_rank = f"/rank-{event.rank}" if event.rank else ""
+    return {f"{name}{of_rank}": value for name, value in event.values.items()}
+
+
 def rank_of(curve: str) -> tuple[str, str]:
     """Returns the name of a logged number, and which rank's it is: "drift", "rank 1" of "drift/rank-1"."""
     name, rank, number = curve.rpartition("/rank-")
@@ -246,7 +252,7 @@ def numbers_of(events: Iterable[ValuesLogged]) -> Mapping[str, tuple[tuple[int, 
     """Returns the numbers that a run has logged by curve: after so many rounds, which number."""
     found: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for event in events:
-        for name, value in event.curves().items():
+        for name, value in logged_curves(event).items():
             found[name].append((event.step, value))
     return {name: tuple(points) for name, points in sorted(found.items())}
 

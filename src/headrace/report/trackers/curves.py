@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 
-from headrace.report.model.training import STEPPED_PARTS
+from headrace.report.model.training import STEPPED_PARTS, logged_curves
 from headrace.report.views.live import non_finite_text
 from headrace.spec.events import (
     Evaluated,
@@ -105,7 +105,7 @@ class EventCurves:
                 yield TrackedValue("checkpoints/stall_s", event.stall_s, event.step, time_s)
                 yield TrackedValue("checkpoints/bytes", event.bytes, event.step, time_s)
             case ValuesLogged():
-                for name, value in event.curves().items():
+                for name, value in logged_curves(event).items():
                     yield TrackedValue(name, value, event.step, time_s)
             case PictureLogged():
                 yield TrackedPicture(event.name, event.path, event.step, time_s)

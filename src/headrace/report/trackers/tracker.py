@@ -35,6 +35,7 @@ class Tracker(ABC):
 
     Attributes:
         say: shows that line.
+        patience_s: as given.
     """
 
     def __init__(self, service: str, every_s: float, patience_s: float = 30.0) -> None:
@@ -43,7 +44,7 @@ class Tracker(ABC):
         self.say: Callable[[str], object] = to_stderr
         self.every_s = float(every_s)
         self._service = service
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self._failed = False
         self._misses_pictures = False
         self._thread: threading.Thread | None = None
@@ -78,8 +79,8 @@ class Tracker(ABC):
             return
         done = threading.Event()
         self._todo.put(done)
-        if not done.wait(self._patience_s):
-            self._fail(f"it has not answered for {self._patience_s:g} s")
+        if not done.wait(self.patience_s):
+            self._fail(f"it has not answered for {self.patience_s:g} s")
 
     def close(self) -> None:
         """Writes what is left, also the steps that not every worker has finished; may be called twice."""
@@ -87,7 +88,7 @@ class Tracker(ABC):
         if self._thread is not None:
             self._todo.put(None)
             if not self._failed:
-                self._thread.join(self._patience_s)
+                self._thread.join(self.patience_s)
             self._thread = None
 
     @abstractmethod

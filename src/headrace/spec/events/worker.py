@@ -250,11 +250,6 @@ class ValuesLogged(Event, frozen=True, tag="values_logged"):
     step: Int64
     values: Mapping[str, float]
 
-    def curves(self) -> dict[str, float]:
-        """Returns the numbers by the names of their curves; those of another rank than 0 end in "/rank-1"."""
-        of_rank = f"/rank-{self.rank}" if self.rank else ""
-        return {f"{name}{of_rank}": value for name, value in self.values.items()}
-
 
 class PictureLogged(Event, frozen=True, tag="picture_logged"):
     """By rank 0: a callback has saved a picture, after `step` rounds, as the PNG file `path`."""
