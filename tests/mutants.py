@@ -26,7 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = (ROOT / "tests" / "mutants.toml", ROOT / "benchmarks" / "verify-faults" / "faults.toml")
 """The second one's faults `headrace verify` must find, too."""
-FOLDERS, FILES = ("src", "tests", "examples", "docs", "benchmarks"), ("pyproject.toml", "CONTRIBUTING.md", "README.md")
+FOLDERS = ("src", "tests", "examples", "docs", "benchmarks")
+FILES = ("CHANGELOG.md", "CONTRIBUTING.md", "README.md", "pyproject.toml")
 IMPORTED = ("torch", "torch.nn.attention", "numpy", "pytest", "typer", "cloudpickle")
 """What every test imports besides headrace: each process that runs tests is forked with it."""
 OPTIONS = ("-q", "-rfE", "-p", "no:cacheprovider", "--timeout", "60", "--cold")
