@@ -51,9 +51,9 @@ class LocalStepsExchange(Exchange):
         self._local = local
         self._sync = sync
         self.defers = local.defers
-        self.state_keys = sync.state_keys
+        self.state_keys = (*local.state_keys, *sync.state_keys)
         self.updater = local.updater
-        self.learning_rates = local.learning_rates
+        self.learning_rates, self.scale_rates = local.learning_rates, local.scale_rates
 
     def begin(self, round_: int) -> None:
         self._local.begin(round_)
@@ -80,16 +80,17 @@ class LocalStepsExchange(Exchange):
     def state(self) -> tuple[StatePiece, ...]:
         return (*self._local.state(), *self._sync.kept())
 
+    def own(self) -> tuple[StatePiece, ...]:
+        return self._local.own()
+
     def settings(self) -> dict[str, Any]:
-        return {**self._local.settings(), **self._sync.settings()}
+        ours = self._sync.settings()
+        return {**self._local.settings(), **ours} if isinstance(ours, Mapping) else ours
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         every = tuple(pieces)
-        self._local.load((piece for piece in every if piece.key not in self.state_keys), settings)
+        self._local.load((piece for piece in every if piece.key not in self._sync.state_keys), settings)
         self._sync.load(every, settings)
-
-    def scale_rates(self, factor: float) -> None:
-        self._local.scale_rates(factor)
 
     def memory(self) -> tuple[int, int]:
         parameters, state = self._local.memory()

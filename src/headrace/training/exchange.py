@@ -162,7 +162,7 @@ class Replica:
 
     def own_state(self) -> tuple[StatePiece, ...]:
         """Returns the state that belongs to this worker alone."""
-        pieces = self.sync.own() if isinstance(self.sync, PeriodicSync) else self.exchange.own()
+        pieces = (*self.exchange.own(), *(self.sync.own() if isinstance(self.sync, PeriodicSync) else ()))
         return self.slices.mark(pieces) if self.slices else pieces
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:

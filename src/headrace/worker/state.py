@@ -20,21 +20,21 @@ from headrace.checkpoint.forms import extra_states, load_extra_states
 from headrace.checkpoint.spool import Spool
 from headrace.data.pipeline.order import derived
 from headrace.devices import HOST
-from headrace.errors import CheckpointMismatch, CorruptCheckpoint, HeadraceError, UsageError
+from headrace.errors import CheckpointMismatch, CorruptCheckpoint, HeadraceError
 from headrace.machine.generators import random_state, set_random_state
 from headrace.modules import derived_state, memory_of, parameters_and_buffers, restore
 from headrace.spec.plan import EVERY_WORKER, Plan
 from headrace.training.compute import Compute
 from headrace.training.embeddings.pieces import is_row_piece, is_row_value
-from headrace.training.exchange import Replica, UpdatingExchange
-from headrace.training.optimizer import StatePiece, state_stores
+from headrace.training.exchange import UpdatingExchange
+from headrace.training.optimizer import StatePiece
 from headrace.training.shared_buffers.batch_norm import averaged_buffers
 from headrace.training.shared_buffers.synced import average_by_weight
-from headrace.training.synchronization import PeriodicSync
-from headrace.training.update import AVERAGE, OURS, PARAMETER
+from headrace.training.update import AVERAGE, PARAMETER
 from headrace.trees import as_bytes
 from headrace.worker.attributes import drawn_of
 from headrace.worker.evaluations.early_stopping import EarlyStopper
+from headrace.worker.guards.saved import declared, settings_of
 from headrace.worker.session import WorkerSession, seed_torch
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class WorkerState:
             **drawn_of(self._run.job),
             "epoch": done // self._rounds_per_epoch,
             "round_of_epoch": done % self._rounds_per_epoch,
-            "settings": self._replica.exchange.settings(),
+            "settings": settings_of(self._replica),
             "early_stopping": self._stopper.state(),
             "by_user_code": self.by_user_code(),
             "saved_at": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -190,37 +190,6 @@ def model_tensors(
     """
     tensors = {name: copy(averaged.get(id(each), each)) for name, each in compute.whole_tensors(leads)}
     return tensors | {name: copy(buffer) for name, buffer in local_buffers(compute.module, world)}
-
-
-def declared(replica: Replica, pieces: Iterable[StatePiece]) -> Iterator[StatePiece]:
-    """Yields pieces that are to be saved, and refuses those that a resumed run would lose.
-
-    Raises:
-        UsageError: a key is neither the optimizer's nor one of `state_keys`, or two pieces have one name.
-    """
-    sync = replica.sync if isinstance(replica.sync, PeriodicSync) else None
-    own = {*replica.exchange.state_keys, *(sync.state_keys if sync else ())}
-    updater = replica.exchange.updater
-    stores = state_stores(updater.optimizer) if updater else ()
-    known = {f"{prefix}{key}" for prefix, store in stores for state in store.values() for key in state}
-    names: set[str] = set()
-    what = type(sync or replica.exchange).__name__
-    for piece in pieces:
-        key = piece.key.partition("~")[0]
-        if updater and not key.startswith(OURS) and key not in known | own:
-            raise UsageError(
-                f"{what} saves {key!r} of {piece.parameter!r}, which is neither a key of the optimizer's state "
-                f"({', '.join(sorted(known)) or 'it has none'}) nor declared; say state_keys = ({key!r},) in "
-                f"{what}, and read these pieces in its load()"
-            )
-        # Each shard of a parameter on a server says for itself what belongs to the parameter as a whole, as its steps.
-        if piece.name in names and (updater or piece.start >= 0):
-            raise UsageError(
-                f"{what} saves {piece.name!r} twice, of which a checkpoint holds one; give the second, which may "
-                "have a name of the optimizer's, a key of its own in state_keys"
-            )
-        names.add(piece.name)
-        yield piece
 
 
 def owned_pieces(
