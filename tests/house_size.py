@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 130_525
+LINES = 130_563
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_030
@@ -16,11 +16,11 @@ CLOSURES = {
     "strategies.one_device": 10_200,
     "strategies.mirrored": 11_400,
     "strategies.central_storage": 13_470,
-    "worker.main": 20_810,
-    "engine.local.process": 22_510,
+    "worker.main": 20_840,
+    "engine.local.process": 22_540,
     "parameter_server.core.shard": 1_250,
     "serving.application": 4_140,
-    "api.fit": 34_240,
+    "api.fit": 34_280,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 
