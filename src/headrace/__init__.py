@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headrace import data, metrics, tasks
+    from headrace.aggregation.gradients import GradientAggregation
+    from headrace.aggregation.power_sgd import PowerSGD
+    from headrace.aggregation.robust import TrimmedMean
+    from headrace.aggregation.sign_sgd import SignSGD
+    from headrace.aggregation.top_k import TopK
     from headrace.api.adapters.lightning import from_lightning
     from headrace.api.adapters.optimizer import optimizer_like
     from headrace.api.adapters.trainer import from_trainer
@@ -52,6 +57,7 @@ if TYPE_CHECKING:
     from headrace.strategies import (
         EASGD,
         TPU,
+        Aggregated,
         CentralStorage,
         ContextParallel,
         DiLoCo,
@@ -80,6 +86,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EASGD",
     "TPU",
+    "Aggregated",
     "Assumptions",
     "AutoPeriod",
     "Callback",
@@ -98,6 +105,7 @@ __all__ = [
     "FedYogi",
     "FullySharded",
     "Gossip",
+    "GradientAggregation",
     "Hybrid",
     "Job",
     "LazyAdam",
@@ -120,6 +128,7 @@ __all__ = [
     "ParameterServer",
     "ParameterSet",
     "Pipeline",
+    "PowerSGD",
     "Prediction",
     "RayEngine",
     "Recommendation",
@@ -130,11 +139,14 @@ __all__ = [
     "Run",
     "Sandblaster",
     "ScriptProcesses",
+    "SignSGD",
     "StepsToGoal",
     "Strategy",
     "TensorBoard",
     "TensorParallel",
     "ThreadEngine",
+    "TopK",
+    "TrimmedMean",
     "Unconnected",
     "Verification",
     "WandB",
@@ -170,6 +182,11 @@ __all__ = [
 
 # Where each name is imported from when it is first used: `import headrace` alone does not import torch.
 _MODULES = {
+    "aggregation.robust": ("TrimmedMean",),
+    "aggregation.sign_sgd": ("SignSGD",),
+    "aggregation.top_k": ("TopK",),
+    "aggregation.power_sgd": ("PowerSGD",),
+    "aggregation.gradients": ("GradientAggregation",),
     "api.adapters.lightning": ("from_lightning",),
     "api.adapters.optimizer": ("optimizer_like",),
     "api.adapters.trainer": ("from_trainer",),

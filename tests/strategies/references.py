@@ -192,3 +192,82 @@ def sandblaster(job: hr.Job, workers: int) -> Outcome:
     for round_ in range((job.epochs or 0) * loader.rounds_per_epoch):
         losses.append(optimizer.step(partial(evaluate, round_)).item())
     return Outcome(model.state_dict(), losses, evaluated(job, model))
+
+
+Rule = Callable[[list[Tensor], list[dict[str, Tensor]], list[int]], Tensor]
+"""All workers' gradients of one parameter, what each keeps of it, and who has examples, to the one gradient."""
+
+
+def aggregated(job: hr.Job, workers: int, rule: Rule, rank: int = 0) -> Outcome:
+    """One model, whose gradient is what a rule makes of those of all shares; `rank` is that of PowerSGD's factors."""
+    copies, generator = Copies(job, workers), torch.Generator().manual_seed(job.seed)
+    model = copies.models[0]
+    average = Average(job, model)
+    kept: list[list[dict[str, Tensor]]] = []
+    for each in model.parameters():
+        kept.append([{} for _ in copies.models])
+        if rank and each.dim() > 1 and rank * (len(each) + each[0].numel()) < each.numel():
+            factor = torch.randn(each[0].numel(), rank, generator=generator, dtype=torch.float64)
+            kept[-1] = [{"factor": factor} for _ in copies.models]
+    for _, shares in copies.rounds():
+        for worker, share in enumerate(shares):
+            copies.differentiate(worker, share, 1)
+        total = sum(copies.weights) or 1.0
+        busy = [worker for worker, (inputs, _) in enumerate(shares) if len(inputs)]
+        for every, state in zip(copies.parameters(), kept, strict=True):
+            if any(each.grad is not None for each in every):
+                gradients = [torch.zeros_like(each) if each.grad is None else each.grad / total for each in every]
+                every[0].grad = rule(gradients, state, busy).reshape(every[0].shape)
+        copies.optimizers[0].step()
+        average.update()
+        for every in copies.parameters():
+            for each in every[1:]:
+                each.data.copy_(every[0].data)
+    return copies.outcome(average.model)
+
+
+def top_k(gradients: list[Tensor], kept: list[dict[str, Tensor]], busy: list[int], share: float = 0.2) -> Tensor:
+    """Stich et al., 2018: the largest of gradient and memory; the memory is what was not sent."""
+    total = torch.zeros_like(gradients[0])
+    for gradient, state in zip(gradients, kept, strict=True):
+        wanted = gradient + state.get("memory", 0.0)
+        order = wanted.abs().flatten().argsort(descending=True)
+        mask = torch.zeros(wanted.numel(), dtype=torch.bool)
+        mask[order[: max(1, round(share * wanted.numel()))]] = True
+        sent = torch.where(mask.view(wanted.shape), wanted, 0.0)
+        state["memory"] = wanted - sent
+        total += sent
+    return total
+
+
+def signum(gradients: list[Tensor], kept: list[dict[str, Tensor]], busy: list[int], momentum: float = 0.5) -> Tensor:
+    """Bernstein et al., 2018, algorithm 3: the sign of the sum of the signs of moving averages."""
+    votes = torch.zeros_like(gradients[0])
+    for worker in busy:
+        before = kept[worker].get("average", 0.0)
+        kept[worker]["average"] = momentum * before + (1 - momentum) * gradients[worker]
+        votes += torch.where(kept[worker]["average"] >= 0, 1.0, -1.0)
+    return votes.sign()
+
+
+def median(gradients: list[Tensor], kept: list[dict[str, Tensor]], busy: list[int]) -> Tensor:
+    """Yin et al., 2018, definition 1, times the number of workers."""
+    return torch.stack([gradients[worker] for worker in busy]).quantile(0.5, dim=0) * len(busy)
+
+
+def power_sgd(gradients: list[Tensor], kept: list[dict[str, Tensor]], busy: list[int]) -> Tensor:
+    """Vogels et al., 2019, algorithms 1 and 2, by the Gram-Schmidt process."""
+    if "factor" not in kept[0]:
+        return torch.stack(gradients).sum(0)
+    wanted = [(g + state.get("error", 0.0)).flatten(1) for g, state in zip(gradients, kept, strict=True)]
+    columns: list[Tensor] = []
+    for column in (torch.stack(wanted).sum(0) @ kept[0]["factor"]).T:
+        for before in columns:
+            column = column - before * (before @ column)
+        columns.append(column / column.norm())
+    base = torch.stack(columns, 1)
+    factor = torch.stack([each.T @ base for each in wanted]).sum(0)
+    for each, state in zip(wanted, kept, strict=True):
+        state["factor"] = factor
+        state["error"] = (each - base @ (base.T @ each)).view(gradients[0].shape)
+    return base @ factor.T

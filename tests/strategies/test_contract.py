@@ -47,6 +47,7 @@ from strategies.contract_runs import CLUSTER, GIGABYTE, MODEL, Outcome, by_hand,
 LBFGS = partial(torch.optim.LBFGS, max_iter=1, max_eval=5, history_size=10, line_search_fn="strong_wolfe")
 
 ROWS = {
+    "aggregated": Row(partial(hr.Aggregated, by="plain")),
     "central_storage": Row(hr.CentralStorage),
     "context_parallel": Row(hr.ContextParallel, many=(2, 4), replicas=lambda workers: 1, whole=False, model=SEQUENCES),
     # One worker that waits: the order of several ones' pushes is that of the machine.
@@ -85,9 +86,22 @@ ROWS = {
     "unconnected": Row(hr.Unconnected, references.unconnected),
 }
 
+# Over layers that communicate, a worker's gradient is no part of the batch's that a plain loop has: see
+# test_aggregated.py.
+AGGREGATED = {
+    name: Row(partial(hr.Aggregated, by=by), reference, leaves_out=frozenset({"options"}))
+    for name, by, reference in (
+        ("aggregated-median", hr.TrimmedMean(), partial(references.aggregated, rule=references.median)),
+        ("aggregated-power-sgd", hr.PowerSGD(2), partial(references.aggregated, rule=references.power_sgd, rank=2)),
+        ("aggregated-sign-sgd", hr.SignSGD(0.5), partial(references.aggregated, rule=references.signum)),
+        ("aggregated-top-k", hr.TopK(0.2), partial(references.aggregated, rule=references.top_k)),
+    )
+}
+
 KINDS = {
     **ROWS,
     **HYBRIDS,
+    **AGGREGATED,
     "diloco": Row(partial(hr.DiLoCo, period=3), references.diloco, period=3),
     "easgd": Row(partial(hr.EASGD, period=3), references.easgd, period=3, leaves_out=STATISTICS),
     "gossip-hypercube": Row(partial(hr.Gossip, topology="hypercube"), references.GOSSIPS["hypercube"], many=(4, 8)),

@@ -8,6 +8,7 @@ from headrace.registry import lazy_names
 from headrace.strategies.table import SHORT_NAMES, STRATEGIES
 
 if TYPE_CHECKING:
+    from headrace.strategies.aggregated import Aggregated
     from headrace.strategies.central_storage import CentralStorage
     from headrace.strategies.checks import COUNTS
     from headrace.strategies.context import WorkerContext
@@ -35,6 +36,7 @@ __all__ = [
     "SHORT_NAMES",
     "STRATEGIES",
     "TPU",
+    "Aggregated",
     "CentralStorage",
     "ContextParallel",
     "DiLoCo",

@@ -20,6 +20,7 @@ _ROOM = "headrace.strategies"
 STRATEGIES: Registry[type[Strategy]] = Registry(
     _ROOM,
     {
+        "aggregated": f"{_ROOM}.aggregated:Aggregated",
         "central_storage": f"{_ROOM}.central_storage:CentralStorage",
         "context_parallel": f"{_ROOM}.context_parallel:ContextParallel",
         "downpour": f"{_ROOM}.downpour:Downpour",
