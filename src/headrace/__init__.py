@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from headrace.api.verification.verification import Verification
     from headrace.api.verification.verify import verify
     from headrace.averaging.outer_steps import Elastic, FedAdagrad, FedAdam, FedYogi, Momentum, Nesterov, OuterStep
+    from headrace.averaging.slow_mo import SlowMo
     from headrace.engine.ray.engine import RayEngine
     from headrace.engine.threads import ThreadEngine
     from headrace.losses import linear_cross_entropy
@@ -140,6 +141,7 @@ __all__ = [
     "Sandblaster",
     "ScriptProcesses",
     "SignSGD",
+    "SlowMo",
     "StepsToGoal",
     "Strategy",
     "TensorBoard",
@@ -182,6 +184,7 @@ __all__ = [
 
 # Where each name is imported from when it is first used: `import headrace` alone does not import torch.
 _MODULES = {
+    "averaging.slow_mo": ("SlowMo",),
     "aggregation.robust": ("TrimmedMean",),
     "aggregation.sign_sgd": ("SignSGD",),
     "aggregation.top_k": ("TopK",),

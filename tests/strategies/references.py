@@ -27,19 +27,76 @@ from headrace.testing.references import WorkerCopies as Copies
 __all__ = ["GOSSIPS", "Reference", "one_device", "unconnected"]
 
 
-def local_sgd(job: hr.Job, workers: int, period: int = 3) -> Outcome:
-    """Stich, 2019: all go on from the mean, weighted by the examples of each since the last time."""
+def local_sgd(
+    job: hr.Job, workers: int, period: int = 3, proximal: float = 0.0, reset: bool = False, adam: bool = False
+) -> Outcome:
+    """Stich, 2019: all go on from the mean, weighted by the examples of each since the last time.
+
+    With `proximal`, FedProx (Li et al., 2020): the loss of each has half of the squared distance from that mean. With
+    `reset` each optimizer begins anew there, with `adam` its moments are averaged, too.
+    """
     copies, since = Copies(job, workers), [0.0] * workers
+    begun = copy.deepcopy(copies.models[0])
     for done, shares in copies.rounds():
+        for worker, share in enumerate(shares):
+            model = copies.models[worker]
+            if copies.differentiate(worker, share):
+                for x, x0 in zip(model.parameters(), begun.parameters(), strict=True):
+                    if proximal and x.requires_grad:
+                        (proximal / 2 * (x - x0.detach()).square().sum()).backward()
+                copies.optimizers[worker].step()
+            since[worker] += copies.weights[worker]
+        if done % period == 0:
+            begun = mean_of(copies.models, since)
+            for model in copies.models:
+                model.load_state_dict(begun.state_dict())
+            if reset:
+                copies.optimizers = [job.optimizer(list(model.named_parameters())) for model in copies.models]
+            if adam:
+                average_moments(copies, since)
+            since = [0.0] * workers
+    return copies.outcome(mean_of(copies.models, since if any(since) else None))
+
+
+def average_moments(copies: Copies, weights: list[float]) -> None:
+    """Gives all workers' Adam the mean of their moments; one that has made no step yet has zeros."""
+    for every in copies.parameters():
+        states = [optimizer.state[each] for optimizer, each in zip(copies.optimizers, every, strict=True)]
+        full = next((state for state in states if state), None)
+        if full is None:
+            continue
+        for state in states:
+            if not state:
+                state.update({key: torch.zeros_like(value) for key, value in full.items()})
+        for key in full:
+            mean = sum(weight * state[key] for weight, state in zip(weights, states, strict=True)) / sum(weights)
+            for state in states:
+                state[key] = mean.clone()
+
+
+def slow_mo(job: hr.Job, workers: int, period: int = 3, lr: float = 0.9, momentum: float = 0.6) -> Outcome:
+    """Wang et al., 2020, algorithm 1, with the learning rate that the job's schedule gives to the last round."""
+    copies, since = Copies(job, workers), [0.0] * workers
+    model = copy.deepcopy(copies.models[0])
+    velocity = [torch.zeros_like(each) for each in model.parameters()]
+    schedules = [job.options.schedule(each) for each in copies.optimizers] if job.options.schedule else []
+    for done, shares in copies.rounds():
+        rate = copies.optimizers[0].param_groups[0]["lr"]
         for worker, share in enumerate(shares):
             copies.step(worker, share)
             since[worker] += copies.weights[worker]
-        if done % period == 0:
+        for schedule in schedules:
+            schedule.step()
+        if done % period == 0 or done == copies.last:
             mean = mean_of(copies.models, since)
-            for model in copies.models:
-                model.load_state_dict(mean.state_dict())
+            for x, u, moved in zip(model.parameters(), velocity, mean.parameters(), strict=True):
+                u.copy_(momentum * u + (x - moved).detach() / rate)
+                x.data -= lr * rate * u
+            take_buffers(model, mean)
+            for each in copies.models:
+                each.load_state_dict(model.state_dict())
             since = [0.0] * workers
-    return copies.outcome(mean_of(copies.models, since if any(since) else None))
+    return copies.outcome(model)
 
 
 def diloco(job: hr.Job, workers: int, period: int = 3, lr: float = 0.7, momentum: float = 0.9) -> Outcome:

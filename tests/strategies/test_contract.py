@@ -98,8 +98,29 @@ AGGREGATED = {
     )
 }
 
+LOCAL = {
+    "fed_prox": Row(
+        partial(hr.ParameterAveraging, period=3, proximal=0.3, reset_optimizer_state=True),
+        partial(references.local_sgd, proximal=0.3, reset=True),
+        period=3,
+    ),
+    "local_adam": Row(
+        partial(hr.ParameterAveraging, period=3, average_optimizer_state=True),
+        partial(references.local_sgd, adam=True),
+        # Not the usual 1e-8, by which a gradient of nearly 0 makes a step of rounding.
+        optimizer=partial(torch.optim.Adam, lr=0.01, eps=1e-4),
+        period=3,
+    ),
+    "slow_mo": Row(
+        partial(hr.ParameterAveraging, period=3, outer=hr.SlowMo(0.9, 0.6)),
+        references.slow_mo,
+        period=3,
+    ),
+}
+
 KINDS = {
     **ROWS,
+    **LOCAL,
     **HYBRIDS,
     **AGGREGATED,
     "diloco": Row(partial(hr.DiLoCo, period=3), references.diloco, period=3),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from headrace.averaging.local_steps import LocalStepsSync
@@ -35,13 +36,15 @@ class AveragingConfig:
     """When workers average, and what.
 
     `period` is the rounds between two synchronizations, or the bounds of a period that adapts; in the first
-    `post_local` rounds of a run workers synchronize after each.
+    `post_local` rounds of a run workers synchronize after each. If `reset_state`, each worker's optimizer begins anew
+    after one.
     """
 
     period: int | AutoPeriod
     outer: OuterStep
     average_state: bool
     post_local: int
+    reset_state: bool = False
 
 
 def place_in_average(
@@ -133,6 +136,7 @@ class ParameterAverager(LocalStepsSync):
         self.average.publish()
         finite = all_finite([*self.average.elements, *(self.extra.elements if self.extra else ())])
         weights, train_s, exchange_s = self._agree(done, finite, began_s - self._left_s)
+        self._follow_rate()
         sums = self.average.combine(weights)
         if self.extra:
             self.extra.combine(weights)
@@ -143,8 +147,8 @@ class ParameterAverager(LocalStepsSync):
         self.average.take()
         if self.extra:
             self.extra.spread()
-        if not finite and not self._config.average_state:
-            # A state that has led to such parameters is dropped with them.
+        if self._config.reset_state or (not finite and not self._config.average_state):
+            # A state that has led to parameters that are not finite is dropped with them.
             self._updater.load(())
         drift = math.sqrt(max(squares) / norm) if norm else 0.0
         rounds, period = self.stretch.rounds, self.stretch.period
@@ -179,6 +183,7 @@ class ParameterAverager(LocalStepsSync):
             self.average.publish()
             finite = all_finite(self.average.elements)
             weights, _, _ = self._agree(self.stretch.synced + self.stretch.rounds, finite, 0.0)
+            self._follow_rate()
             self.average.combine(weights, preview=True)
             self._group.barrier()
             self.average.apply()
@@ -195,7 +200,10 @@ class ParameterAverager(LocalStepsSync):
         return (*pieces, *(self._updater.state() if alone else ()))
 
     def kept(self) -> tuple[StatePiece, ...]:
-        regions = enumerate(self.average.outer_state[1:], 1)
+        regions = list(enumerate(self.average.outer_state))
+        # The first begins as the parameters, which most outer steps have all workers go on from.
+        if regions and (not self._config.outer.agrees or torch.equal(regions[0][1], self.average.local)):
+            del regions[0]
         return tuple(piece for index, region in regions for piece in self.pieces(f"{OUTER}-{index}", region))
 
     def settings(self) -> dict[str, Any]:
@@ -217,6 +225,20 @@ class ParameterAverager(LocalStepsSync):
         """Returns what a region has of each parameter."""
         layout = self.average.layout
         return [StatePiece.of(name, key, 0, layout.view(region, name)) for name in layout.names]
+
+    def _follow_rate(self) -> None:
+        """Gives the outer step the workers' learning rate, if it follows that."""
+        if not self._config.outer.follows_rate:
+            return
+        now = [group["lr"] for group in self._updater.optimizer.param_groups if "lr" in group]
+        rates = set(map(float, self._updater.schedule.used or now))
+        if len(rates) != 1:
+            raise UsageError(
+                f"{self._config.outer!r} follows the workers' learning rate, and their optimizer has "
+                f"{', '.join(f'{rate:g}' for rate in sorted(rates)) or 'none'}; give the step a rate of its own, or "
+                "use hr.Momentum()"
+            )
+        self.average.outer = self._config.outer.at_rate(*rates)
 
     def _agree(self, done: int, finite: bool, train_s: float) -> tuple[list[float], float, float]:
         """Returns every copy's weight in the mean, the slowest worker's time since the last synchronization, and the

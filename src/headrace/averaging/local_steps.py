@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from headrace.averaging.proximal import ProximalTerm
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Exchange, UpdatingExchange
 from headrace.training.optimizer import StatePiece
@@ -28,6 +29,9 @@ class LocalStepsSync(PeriodicSync):
     def before_update(self, round_: int) -> None:
         """Changes the parameters between compute and update; every worker calls it in every round."""
 
+    def after_update(self, round_: int) -> None:
+        """Changes the parameters after the update; every worker calls it in every round."""
+
     def kept(self) -> tuple[StatePiece, ...]:
         """Returns the state that all workers have in common, except the parameters."""
         return ()
@@ -47,9 +51,10 @@ class LocalStepsSync(PeriodicSync):
 class LocalStepsExchange(Exchange):
     """The step of a worker's own optimizer, with the state of what synchronizes it with the others."""
 
-    def __init__(self, local: UpdatingExchange, sync: LocalStepsSync) -> None:
+    def __init__(self, local: UpdatingExchange, sync: LocalStepsSync, proximal: ProximalTerm | None = None) -> None:
         self._local = local
         self._sync = sync
+        self._proximal = proximal
         self.defers = local.defers
         self.state_keys = (*local.state_keys, *sync.state_keys)
         self.updater = local.updater
@@ -59,6 +64,9 @@ class LocalStepsExchange(Exchange):
         self._local.begin(round_)
 
     def synchronize(self, finite: bool | Tensor = True) -> StepDecision:
+        # A worker that had no example has no loss to add to.
+        if self._proximal and self._sync.worth:
+            self._proximal.add()
         return self._local.synchronize(finite)
 
     def update(self, round_: int) -> None:
@@ -68,11 +76,13 @@ class LocalStepsExchange(Exchange):
             self._local.update(round_)
         else:
             self._local.skip(round_)
+        self._sync.after_update(round_)
 
     def skip(self, round_: int) -> None:
         # The others may synchronize in this round, and wait for this worker.
         self._sync.before_update(round_)
         self._local.skip(round_)
+        self._sync.after_update(round_)
 
     def swap_weights(self, averaged: bool) -> None:
         self._local.swap_weights(averaged)
@@ -94,4 +104,4 @@ class LocalStepsExchange(Exchange):
 
     def memory(self) -> tuple[int, int]:
         parameters, state = self._local.memory()
-        return parameters, state + self._sync.kept_bytes
+        return parameters, state + self._sync.kept_bytes + (self._proximal.nbytes if self._proximal else 0)

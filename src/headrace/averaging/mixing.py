@@ -4,6 +4,8 @@
     every period rounds  show x to those who read it, `mix`: replace x by what a strategy makes of the workers' x
     every round          the worker's own optimizer makes its step, from x as it now is
 
+With `mixes_after` the last two change places: x makes its step, and is mixed then.
+
 The trained model is the mean of all workers' parameters. A strategy writes `mix`. On one host the workers share memory;
 over several each sends its x to those who read it.
 """
@@ -44,7 +46,10 @@ class ParameterMixing(LocalStepsSync):
     Attributes:
         tensors: what this worker mixes: its parameters and statistics, which `mix` changes in place.
         group: the workers.
+        mixes_after: whether workers mix after the update of a round, and not before it.
     """
+
+    mixes_after: bool = False
 
     def __init__(
         self,
@@ -89,6 +94,15 @@ class ParameterMixing(LocalStepsSync):
         self.worth = weight
 
     def before_update(self, round_: int) -> None:
+        if not self.mixes_after:
+            self._mix(round_)
+
+    def after_update(self, round_: int) -> None:
+        if self.mixes_after:
+            self._mix(round_)
+
+    @torch.no_grad()
+    def _mix(self, round_: int) -> None:
         if (round_ + 1) % self._period:
             return
         self._show()

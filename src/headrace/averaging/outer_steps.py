@@ -2,7 +2,8 @@
 
 mean       local SGD: all workers go on from the mean
 Nesterov   DiLoCo: how far the mean has moved is a gradient, for SGD with Nesterov momentum
-Momentum   SlowMo, FedAvgM: the same with heavy-ball momentum
+Momentum   FedAvgM: the same with heavy-ball momentum
+SlowMo     the same in units of the workers' learning rate: `slow_mo.py`
 FedAdam    FedOpt: the same with an adaptive rate for each element; FedYogi and FedAdagrad likewise
 Elastic    EASGD: each worker keeps its parameters, pulled towards a center, which is pulled towards the workers
 """
@@ -40,6 +41,15 @@ class OuterStep(ABC):
     weighted: ClassVar[bool] = True
     agrees: ClassVar[bool] = True
 
+    @property
+    def follows_rate(self) -> bool:
+        """Whether the step depends on the learning rate of the workers' optimizers, see `at_rate`."""
+        return False
+
+    def at_rate(self, rate: float) -> OuterStep:
+        """Returns the step for the learning rate of the workers' last round; itself where it does not follow that."""
+        return self
+
     @abstractmethod
     def model(self, state: Sequence[Tensor], mean: Tensor) -> Tensor:
         """Returns the trained model's elements for a mean of the copies; `state` are `copies_kept` tensors like it."""
@@ -48,12 +58,12 @@ class OuterStep(ABC):
     def step(self, state: Sequence[Tensor], mean: Tensor, copies: Sequence[Tensor], workers: int) -> None:
         """Changes what is kept, and the copies that are here: all, or this worker's. `mean` is of `workers` copies."""
 
-    def sgd(self) -> Mapping[str, Any]:
+    def sgd(self) -> Mapping[str, Any] | None:
         """Returns the options of a `torch.optim.SGD` that does the same, given the way of the mean as gradient.
 
-        Raises UsageError if none does.
+        None if none does; servers then apply `step`, which is slower.
         """
-        raise UsageError(f"the outer step {self!r} is no optimizer's; use outer=None, hr.Nesterov() or hr.Momentum()")
+        return None
 
 
 @dataclass(frozen=True)
@@ -112,7 +122,7 @@ class Nesterov(AnchoredStep):
     copies_kept = 2
 
     def __post_init__(self) -> None:
-        _check_momentum(self.lr, self.momentum)
+        check_momentum(self.lr, self.momentum)
 
     def advance(self, state: Sequence[Tensor], gradient: Tensor) -> None:
         anchor, velocity = state
@@ -127,8 +137,7 @@ class Nesterov(AnchoredStep):
 class Momentum(AnchoredStep):
     """SGD with momentum (Hsu et al., "Measuring the effects of non-identical data distribution", 2019: FedAvgM).
 
-    SlowMo (Wang et al., 2020, algorithm 1) is the same where the workers' learning rate is constant: it divides what
-    goes into the velocity by that rate, and multiplies what comes out.
+    `SlowMo` is the same where the workers' learning rate is constant.
 
     Attributes:
         lr: outer learning rate.
@@ -149,7 +158,7 @@ class Momentum(AnchoredStep):
     copies_kept = 2
 
     def __post_init__(self) -> None:
-        _check_momentum(self.lr, self.momentum)
+        check_momentum(self.lr, self.momentum)
 
     def advance(self, state: Sequence[Tensor], gradient: Tensor) -> None:
         anchor, velocity = state
@@ -299,7 +308,8 @@ class Elastic(OuterStep):
         center.lerp_(mean, self.beta)
 
 
-def _check_momentum(lr: object, momentum: object) -> None:
+def check_momentum(lr: object, momentum: object) -> None:
+    """Raises UsageError unless both are numbers in their ranges."""
     _check_number("lr", lr, lambda lr: 0 < lr < math.inf, "above 0")
     _check_number("momentum", momentum, lambda momentum: 0 <= momentum < 1, "of at least 0 and below 1")
 
@@ -313,7 +323,8 @@ ELASTIC, MEAN, MOMENTUM, NESTEROV = Elastic(), MeanStep(), Momentum(), Nesterov(
 FED_ADAGRAD, FED_ADAM, FED_YOGI = FedAdagrad(), FedAdam(), FedYogi()
 OUTER_STEPS: Registry[OuterStep] = Registry(
     "headrace.outer_steps",
-    {
+    {"slow_mo": "headrace.averaging.slow_mo:SlowMo"}
+    | {
         name: f"{__name__}:{constant}"
         for name, constant in {
             "elastic": "ELASTIC",

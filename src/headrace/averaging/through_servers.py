@@ -25,7 +25,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from headrace.averaging.outer_steps import Elastic, MeanStep, OuterStep
+from headrace.averaging.averager import OUTER
+from headrace.averaging.outer_steps import AnchoredStep, Elastic, MeanStep, OuterStep
 from headrace.averaging.period import PeriodController
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import InfeasiblePlan, UsageError
@@ -52,9 +53,6 @@ Wait = str | int | float
 _MOST_ROUNDS = 65_535
 """Of one push, as its message can say."""
 
-_MOMENTUM, _KEPT = "momentum_buffer", "headrace.outer-1"
-"""Keys of the outer step's momentum: torch's own, and that of checkpoints, which sets it apart."""
-
 
 @dataclass(frozen=True)
 class ServedAveragingConfig:
@@ -78,9 +76,12 @@ class ServedAveragingConfig:
         if longest > _MOST_ROUNDS:
             raise UsageError(f"period must be at most {_MOST_ROUNDS:,} through servers, got {longest:,}")
         check_server_options(self.servers, self.backups, self.transport)
-        # Raises where an outer step is none that a server can make.
-        self.outer_options(1)
         wait = self.wait
+        if self.outer.follows_rate:
+            raise UsageError(
+                f"the outer step {self.outer!r} follows the workers' learning rate, and servers have none; use "
+                "via='all_reduce', or hr.Momentum()"
+            )
         if isinstance(wait, bool) or not (wait in ("all", "none") or isinstance(wait, int | float)):
             raise UsageError(f"wait must be 'all', 'none', a number of workers (3) or of seconds (3.0), got {wait!r}")
         if isinstance(wait, int) and wait < 1:
@@ -124,10 +125,10 @@ class ServedAveragingConfig:
             return EveryPush()
         return FirstPushes(self.wait) if isinstance(self.wait, int) else AllMembers()
 
-    def outer_options(self, workers: int) -> dict[str, Any]:
-        """Returns the options of the SGD that is the outer step on a server."""
+    def outer_options(self, workers: int) -> Mapping[str, Any] | None:
+        """Returns the options of the SGD that is the outer step on a server; None where it is no SGD."""
         if not isinstance(self.outer, Elastic):
-            return dict(self.outer.sgd())
+            return self.outer.sgd()
         # beta of the mean is alpha of each.
         return {"lr": self.outer.beta / (workers if self.wait == "none" else 1)}
 
@@ -139,16 +140,42 @@ def state_on_server(model: ModelSpec, optimizer: Callable[..., Any]) -> MeanStat
     return mean_state(named, build(optimizer, named.items()), optimizer)
 
 
+class OuterOptimizer(torch.optim.Optimizer):
+    """Makes outer steps on servers that are no SGD's; a parameter's gradient is how far the mean has moved from it."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"outer": MeanStep()})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            outer: OuterStep = group["outer"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                mean, kept, anchored = (
+                    parameter - parameter.grad,
+                    self.state[parameter],
+                    isinstance(outer, AnchoredStep),
+                )
+                for index in range(anchored, outer.copies_kept):
+                    kept.setdefault(f"outer-{index}", torch.zeros_like(parameter) if index else parameter.clone())
+                first = [parameter] if anchored else []
+                outer.step([*first, *(kept[key] for key in sorted(kept))], mean, [parameter], 1)
+
+
 def outer_optimizer(
-    states: Container[str], options: Mapping[str, Any], named: Iterable[tuple[str, Tensor]]
-) -> torch.optim.SGD:
+    states: Container[str], outer: OuterStep, options: Mapping[str, Any] | None, named: Iterable[tuple[str, Tensor]]
+) -> torch.optim.Optimizer:
     """Returns an optimizer that makes the outer step with parameters, and the mean of `states`."""
     every = list(named)
+    whole, mean = ({"outer": outer}, {"outer": MeanStep()}) if options is None else (options, MeanStep().sgd())
     groups = [
         {"params": [tensor for name, tensor in every if (name in states) is is_state], **settings}
-        for is_state, settings in ((False, options), (True, MeanStep().sgd()))
+        for is_state, settings in ((False, whole), (True, mean))
     ]
-    return torch.optim.SGD([group for group in groups if group["params"]])
+    kind = OuterOptimizer if options is None else torch.optim.SGD
+    return kind([group for group in groups if group["params"]])
 
 
 class WorkerView(Protocol):
@@ -190,6 +217,10 @@ class ServedAveragingExchange(ServedExchange):
         super().__init__(leases, layouts, worker.model, worker.group, replica_group)
         self._center = center
         self._outer = config.outer
+        # By the keys of the servers' optimizer, those of checkpoints, which set the outer step's state apart.
+        sgd = config.outer.sgd() is not None or isinstance(config.outer, Elastic)
+        kept = {f"outer-{index}": f"{OUTER}-{index}" for index in range(config.outer.copies_kept)}
+        self._saved_as = {"momentum_buffer": f"{OUTER}-1"} if sgd else kept
         self._alpha = config.outer.beta / plan.workers if isinstance(config.outer, Elastic) else 0.0
         self._waits = waits
         self._drops = config.drops
@@ -229,7 +260,7 @@ class ServedAveragingExchange(ServedExchange):
 
     def state(self) -> tuple[StatePiece, ...]:
         of_parameters = (piece for piece in super().state() if piece.parameter in self._names)
-        outer = (replace(piece, key=_KEPT) if piece.key == _MOMENTUM else piece for piece in of_parameters)
+        outer = (replace(piece, key=self._saved_as.get(piece.key, piece.key)) for piece in of_parameters)
         return (*outer, *(self._inner.state() if self._group.rank == 0 else ()))
 
     def settings(self) -> dict[str, Any]:
@@ -237,7 +268,8 @@ class ServedAveragingExchange(ServedExchange):
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         every = list(pieces)
-        outer = (replace(piece, key=_MOMENTUM) for piece in every if piece.key == _KEPT)
+        theirs = {saved: key for key, saved in self._saved_as.items()}
+        outer = [replace(piece, key=theirs[piece.key]) for piece in every if piece.key in theirs]
         super().load([*outer, *(piece for piece in every if piece.key == AVERAGE)])
         self._inner.load([piece for piece in every if piece.key != AVERAGE], settings)
         self._period.load(settings)

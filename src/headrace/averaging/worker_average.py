@@ -46,7 +46,7 @@ class WorkerAverage(ABC):
     """Averages the workers' copies.
 
     `local` is this worker's copy, `(nbytes,)` uint8, and `shown` is where the others see it, if it is not there. In the
-    same form, `outer_state` is that of the outer step, and `lost` what was lost of what this worker sent, which
+    same form, `outer_state` is that of the `outer` step, and `lost` what was lost of what this worker sent, which
     is sent with the next. `nbytes` is what this rank adds to the host.
     """
 
@@ -56,6 +56,7 @@ class WorkerAverage(ABC):
     outer_state: tuple[Tensor, ...]
     lost: tuple[Tensor, ...] = ()
     nbytes: int
+    outer: OuterStep
 
     @property
     def elements(self) -> list[Tensor]:
@@ -116,7 +117,7 @@ class SharedMemoryAverage(WorkerAverage):
         self._copies = [[part.of(region) for region in regions] for part in parts]
         self._outer_state = [[part.of(region) for region in self.outer_state] for part in parts]
         self._group = group
-        self._outer = outer
+        self.outer = outer
         # It reads its part of the others' copies, and writes the mean into it: 2 (N - 1)/N of a copy.
         self._traffic = 2 * layout.nbytes * (group.world - 1) // group.world
 
@@ -144,7 +145,7 @@ class SharedMemoryAverage(WorkerAverage):
             elif others:
                 total.squares[rank] += squared(copy - mean)
         total.norm += squared(mean)
-        apply_outer(self._outer, state, preview, mean, copies, len(live))
+        apply_outer(self.outer, state, preview, mean, copies, len(live))
 
 
 class CollectiveAverage(WorkerAverage):
@@ -171,7 +172,7 @@ class CollectiveAverage(WorkerAverage):
         self._codec = codec
         self._device = device
         self._collective = collective
-        self._outer = outer
+        self.outer = outer
         self._apply: Callable[[], None] = _nothing
         self._coded: list[_CodedMean] = []
         self.regroup()
@@ -217,7 +218,7 @@ class CollectiveAverage(WorkerAverage):
             copy, state = span.of(self.local), [span.of(region) for region in self.outer_state]
             if left_out:
                 copy.copy_(mean)
-            apply_outer(self._outer, state, preview, mean, [copy], workers)
+            apply_outer(self.outer, state, preview, mean, [copy], workers)
             if self._anchor is not None and not preview:
                 span.of(self._anchor).copy_(state[0] if state else copy)
 

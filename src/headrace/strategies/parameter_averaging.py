@@ -30,6 +30,7 @@ from headrace.averaging.averager import (
 from headrace.averaging.elastic import AveragedState
 from headrace.averaging.local_steps import LocalStepsExchange
 from headrace.averaging.outer_steps import Elastic, MeanStep, Nesterov, OuterStep, outer_step
+from headrace.averaging.proximal import ProximalTerm
 from headrace.averaging.through_servers import (
     ServedAveragingConfig,
     ServedAveragingExchange,
@@ -38,6 +39,7 @@ from headrace.averaging.through_servers import (
 )
 from headrace.averaging.worker_average import CollectiveAverage, SharedMemoryAverage, WorkerAverage, extra_state
 from headrace.errors import UnknownName, UsageError
+from headrace.modules import frozen_until
 from headrace.parameter_server.client.center import CenterVariable, OptimizerMirror
 from headrace.parameter_server.client.data_leases import leases_between
 from headrace.parameter_server.connecting import brings_parameters, build_server, connect
@@ -57,7 +59,7 @@ from headrace.spec.options import Options
 from headrace.spec.plan import Plan, ProcessCounts
 from headrace.strategies.broadcast import broadcast
 from headrace.strategies.checks import check_count, check_elastic, refuse_modes
-from headrace.strategies.context import WorkerContext, summing_of
+from headrace.strategies.context import ModelProbe, WorkerContext, summing_of
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.refusals import Refusal, local_steps, moving_average
 from headrace.strategies.served import ServedStrategy, ServerContext, agreement
@@ -81,6 +83,9 @@ class ParameterAveraging(ServedStrategy):
         outer: what a synchronization does with the mean: None takes it as it is, "nesterov" or `Nesterov(...)` is
             DiLoCo's, "elastic" or `Elastic(...)` EASGD's.
         average_optimizer_state: average the optimizers' state, too; else each worker keeps its own.
+        reset_optimizer_state: each worker's optimizer begins anew after a synchronization, via "all_reduce".
+        proximal: FedProx's mu: so much of the squared distance from the last average is added to each worker's loss,
+            via "all_reduce".
         post_local: rounds at the beginning after each of which workers synchronize; then, every `period` rounds.
         codec: how outer gradients travel: "plain", "bf16", or "int8" with error feedback.
         pull_codec: how the average travels to workers, via "server".
@@ -106,6 +111,8 @@ class ParameterAveraging(ServedStrategy):
     period: int | str | AutoPeriod = 16
     outer: str | OuterStep | None = None
     average_optimizer_state: bool = False
+    reset_optimizer_state: bool = False
+    proximal: float = 0.0
     post_local: int = 0
     codec: str = "plain"
     pull_codec: str = "plain"
@@ -133,8 +140,10 @@ class ParameterAveraging(ServedStrategy):
                 f"{self.period!r}"
             )
         outer_step(self.outer)
-        if not isinstance(self.average_optimizer_state, bool):
-            raise UsageError(f"average_optimizer_state must be True or False, got {self.average_optimizer_state!r}")
+        for option in ("average_optimizer_state", "reset_optimizer_state"):
+            if not isinstance(getattr(self, option), bool):
+                raise UsageError(f"{option} must be True or False, got {getattr(self, option)!r}")
+        self._check_stretches()
         if not isinstance(self.post_local, int) or isinstance(self.post_local, bool) or self.post_local < 0:
             raise UsageError(f"post_local must be a whole number of rounds of at least 0, got {self.post_local!r}")
         for codec in (self.codec, self.pull_codec):
@@ -161,6 +170,35 @@ class ParameterAveraging(ServedStrategy):
                 f"wait={self.wait!r} goes on without workers that are late, and via='all_reduce' needs every worker; "
                 "use wait='all', or via='server'"
             )
+
+    def _check_stretches(self) -> None:
+        """Checks what becomes of optimizers between synchronizations, and of the way from the last one."""
+        if self.average_optimizer_state and self.reset_optimizer_state:
+            raise UsageError(
+                "average_optimizer_state=True has workers go on with the mean of their state, and "
+                "reset_optimizer_state=True with none; choose one"
+            )
+        number = isinstance(self.proximal, int | float) and not isinstance(self.proximal, bool)
+        if not number or not 0 <= self.proximal < math.inf:
+            raise UsageError(f"proximal must be a number of at least 0, got {self.proximal!r}")
+        if self.proximal and not outer_step(self.outer).agrees:
+            raise UsageError(
+                f"proximal={self.proximal:g} is of the distance from where all workers began, and with {self.outer!r} "
+                "each begins from its own parameters; leave proximal out, or use another outer step"
+            )
+        if self.via == "server" and (self.reset_optimizer_state or self.proximal):
+            name = "proximal" if self.proximal else "reset_optimizer_state"
+            raise UsageError(
+                f"{name}={getattr(self, name)!r} is of workers that average by all-reduce; use via='all_reduce'"
+            )
+
+    def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
+        if self.proximal and (until := frozen_until(probe.module)):
+            raise UsageError(
+                f"proximal={self.proximal:g} gives every parameter a gradient, and {next(iter(until))!r} is frozen "
+                f"before epoch {max(until.values())}; leave until_epoch or proximal out"
+            )
+        return super().inspect_model(model, probe)
 
     @property
     def _service(self) -> ServedAveragingConfig:
@@ -197,10 +235,10 @@ class ParameterAveraging(ServedStrategy):
             return plan
         # Each worker: its copy, what autograd makes, a copy during evaluations, and where copies are averaged; all
         # together: what is kept.
-        copies = (3 + self._apart, outer_step(self.outer).copies_kept)
+        copies = (3 + self._apart + bool(self.proximal), outer_step(self.outer).copies_kept)
         if self.min_workers is not None:
             # Each worker has all that is kept, and what it was at the last synchronization.
-            copies = (4 + 2 * copies[1], 0)
+            copies = (4 + bool(self.proximal) + 2 * copies[1], 0)
         plan = data_parallel_plan(
             self.name, describe_options(self), self.workers, model, cluster, copies=copies, spread=True
         )
@@ -237,7 +275,9 @@ class ParameterAveraging(ServedStrategy):
         require_alike(context.module, context.model, rank)
         broadcast(context.module, context.device_group() or context.group)
         outer = outer_step(self.outer)
-        config = AveragingConfig(self._target, outer, self.average_optimizer_state, self.post_local)
+        config = AveragingConfig(
+            self._target, outer, self.average_optimizer_state, self.post_local, self.reset_optimizer_state
+        )
         group, module, model = context.group, context.module, context.model
         average = place_in_average(
             module, model, group, lambda layout: self._average(layout, context, outer, self._apart)
@@ -255,7 +295,9 @@ class ParameterAveraging(ServedStrategy):
         averager = ParameterAverager(config, average, extra, local.updater, group, context.first)
         compute = context.whole_model(local_shares=len(plan.shares))
         elastic = None if group.fixed else AveragedState(local, averager, outer.agrees)
-        return Replica(compute, LocalStepsExchange(local, averager), sync=averager, elastic=elastic)
+        named = {each.name: module.get_parameter(each.name) for each in model.trainable}
+        near = ProximalTerm(self.proximal, named, lambda: averager.stretch.synced) if self.proximal else None
+        return Replica(compute, LocalStepsExchange(local, averager, near), sync=averager, elastic=elastic)
 
     def server(self, plan: Plan, rank: int, context: ServerContext, *, by_share: bool = False) -> Server:
         """Builds a server; `by_share` moves the average by the share of its rounds that the contributing workers had.
@@ -270,7 +312,7 @@ class ParameterAveraging(ServedStrategy):
         clock = RoundClock(Options(ema_decay=context.options.ema_decay), context.rounds_per_epoch, context.first)
         beside = state.specs if state else []
         optimizer = functools.partial(
-            outer_optimizer, {each.name for each in beside}, config.outer_options(plan.workers)
+            outer_optimizer, {each.name for each in beside}, config.outer, config.outer_options(plan.workers)
         )
         shard_optimizer = ShardOptimizer(
             layout, optimizer, [*context.model.parameters, *beside], clock, full=not by_share

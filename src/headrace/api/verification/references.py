@@ -41,7 +41,7 @@ class Copies:
     """A plain loop for each worker, over its share of every global batch, all from the same weights.
 
     Attributes:
-        models: of each worker.
+        models, loops: of each worker.
         weights: of each worker's part of the current round's loss: its examples, or what an `hr.Mean` says.
     """
 
@@ -52,7 +52,7 @@ class Copies:
         lent = [Workers(model, job.seed, [rank], apart=True) for rank, model in enumerate(self.models)]
         loaders = [Loader(pipeline, job.seed, job.global_batch_size, shares, rank) for rank in range(len(shares))]
         epoch = loaders[0].rounds_per_epoch
-        self._loops = [
+        self.loops = [
             PlainLoop(job, model, own_objective(job, model), epoch, workers.lend)
             for model, workers in zip(self.models, lent, strict=True)
         ]
@@ -67,16 +67,16 @@ class Copies:
         `mixed` is called when all gradients of a round are there, before the updates.
         """
         for done, shares in enumerate(self._shares, 1):
-            active = [loop for loop, share in zip(self._loops, shares, strict=True) if share.examples]
-            for loop, share in zip(self._loops, shares, strict=True):
+            active = [loop for loop, share in zip(self.loops, shares, strict=True) if share.examples]
+            for loop, share in zip(self.loops, shares, strict=True):
                 loop.begin(pieces_of([share], self._job.options.accumulate))
             for loop in active:
                 loop.differentiate()
             mixed(done)
             for loop in active:
                 loop.update()
-            self.weights = [loop.weight for loop in self._loops]
-            total = sum(float(loop.loss) * loop.weight for loop in self._loops)
+            self.weights = [loop.weight for loop in self.loops]
+            total = sum(float(loop.loss) * loop.weight for loop in self.loops)
             self.recording.losses.append(total / (sum(self.weights) or 1.0))
             yield done
 
@@ -112,14 +112,24 @@ def averaging(strategy: ParameterAveraging, job: Job, build: Callable[[], nn.Mod
     """Local SGD (Stich, 2019): all go on from the mean, weighted by the examples of each since the last time.
 
     DiLoCo (Douillard et al., 2023): how far the mean has moved is a gradient for SGD with Nesterov momentum. EASGD
-    (Zhang et al., 2015): workers are pulled towards a center, and the center towards them.
+    (Zhang et al., 2015): workers are pulled towards a center, and the center towards them. FedProx (Li et al., 2020):
+    the squared distance from the center is a part of each worker's loss.
     """
     copies, since, synced = Copies(job, build, shares), [0.0] * len(shares), 0
     outer = outer_step(strategy.outer)
     center = copy_module(copies.models[0])
     alpha = outer.beta / len(shares) if isinstance(outer, Elastic) else 0.0
     move = _by_optimizer(outer, center) if isinstance(outer, _SGD) else _by_itself(outer, center)
-    for done in copies.rounds():
+
+    def hold(done: int) -> None:
+        for loop in copies.loops if strategy.proximal else ():
+            if loop.weight:
+                for own, begun in zip(loop.model.parameters(), center.parameters(), strict=True):
+                    if own.requires_grad:
+                        way = strategy.proximal * (own - begun).detach()
+                        own.grad = way if own.grad is None else own.grad + way
+
+    for done in copies.rounds(hold):
         since = [before + now for before, now in zip(since, copies.weights, strict=True)]
         due = done >= synced + (1 if synced < strategy.post_local else strategy.period)  # type: ignore[operator]
         if not due and done != job.steps:
@@ -136,6 +146,8 @@ def averaging(strategy: ParameterAveraging, job: Job, build: Callable[[], nn.Mod
         else:
             copies.average(weights)
             move(copies)
+        for loop in copies.loops if strategy.reset_optimizer_state else ():
+            loop.optimizer.state.clear()
         since = [0.0] * len(shares)
         copies.note(done, center)
     return copies.result(center)
@@ -143,7 +155,7 @@ def averaging(strategy: ParameterAveraging, job: Job, build: Callable[[], nn.Mod
 
 def _by_optimizer(outer: OuterStep, center: nn.Module) -> Callable[[Copies], None]:
     """Returns what has torch's SGD move the center by the way of the mean, and gives it to all."""
-    step = torch.optim.SGD(center.parameters(), **outer.sgd())
+    step = torch.optim.SGD(center.parameters(), **(outer.sgd() or {}))
 
     def move(copies: Copies) -> None:
         for pulled, mean in zip(center.parameters(), copies.mean.parameters(), strict=True):
@@ -167,9 +179,10 @@ def _by_itself(outer: OuterStep, center: nn.Module) -> Callable[[Copies], None]:
     @torch.no_grad()
     def move(copies: Copies) -> None:
         every = zip(*map(nn.Module.parameters, [center, copies.mean, *copies.models]), strict=True)
+        now = outer.at_rate(copies.loops[0].rate)
         for state, (pulled, mean, *own) in zip(kept, every, strict=True):
-            pulled.copy_(outer.model(state, mean))
-            outer.step(state, mean, own, len(own))
+            pulled.copy_(now.model(state, mean))
+            now.step(state, mean, own, len(own))
 
     return move
 
