@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from headrace.spec.patterns import grouped
     from headrace.spec.weights import Weights
     from headrace.strategies import (
+        ADPSGD,
         EASGD,
         TPU,
         Aggregated,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
         ExpertParallel,
         FullySharded,
         Gossip,
+        Hogwild,
         Hybrid,
         LocalSGD,
         Mirrored,
@@ -85,6 +87,7 @@ if TYPE_CHECKING:
     from headrace.worker.worker import Worker
 
 __all__ = [
+    "ADPSGD",
     "EASGD",
     "TPU",
     "Aggregated",
@@ -107,6 +110,7 @@ __all__ = [
     "FullySharded",
     "Gossip",
     "GradientAggregation",
+    "Hogwild",
     "Hybrid",
     "Job",
     "LazyAdam",

@@ -191,13 +191,15 @@ class ParameterAverager(LocalStepsSync):
         # Last: where a worker is lost before, the others begin again.
         self._swapped = True
 
+    @property
+    def own_optimizer(self) -> bool:
+        return self._group.rank > 0 and not self._config.average_state
+
     def own(self) -> tuple[StatePiece, ...]:
         pieces = [piece for i, region in enumerate(self.average.lost) for piece in self.pieces(f"{_LOST}-{i}", region)]
         if not self._config.outer.agrees:
             pieces += self.pieces(PARAMETER, self.average.local)
-        # Rank 0's is in the checkpoint for workers that find no state of their own.
-        alone = self._group.rank and not self._config.average_state
-        return (*pieces, *(self._updater.state() if alone else ()))
+        return (*pieces, *(self._updater.state() if self.own_optimizer else ()))
 
     def kept(self) -> tuple[StatePiece, ...]:
         regions = list(enumerate(self.average.outer_state))

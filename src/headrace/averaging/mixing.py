@@ -150,13 +150,16 @@ class ParameterMixing(LocalStepsSync):
         for tensor, mean in zip(self.tensors, self._shown, strict=True):
             tensor.copy_(mean)
 
+    @property
+    def own_optimizer(self) -> bool:
+        return self.group.rank > 0
+
     def own(self) -> tuple[StatePiece, ...]:
         pieces = [
             StatePiece.of(name, _STATISTIC if name in self._statistics else PARAMETER, 0, tensor)
             for name, tensor in self._named.items()
         ]
-        # Rank 0's optimizer is in the checkpoint for workers that find no state of their own.
-        return (*pieces, *(self._updater.state() if self.group.rank else ()))
+        return (*pieces, *(self._updater.state() if self.own_optimizer else ()))
 
     def load(self, pieces: Sequence[StatePiece], settings: Mapping[str, Any] | None) -> None:
         # The updater has loaded the parameters, as the optimizer's state.

@@ -8,6 +8,7 @@ from headrace.registry import lazy_names
 from headrace.strategies.table import SHORT_NAMES, STRATEGIES
 
 if TYPE_CHECKING:
+    from headrace.strategies.ad_psgd import ADPSGD
     from headrace.strategies.aggregated import Aggregated
     from headrace.strategies.central_storage import CentralStorage
     from headrace.strategies.checks import COUNTS
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from headrace.strategies.expert_parallel import ExpertParallel
     from headrace.strategies.fully_sharded import FullySharded
     from headrace.strategies.gossip import Gossip
+    from headrace.strategies.hogwild import Hogwild
     from headrace.strategies.hybrid import Hybrid
     from headrace.strategies.mirrored import Mirrored, MultiWorkerMirrored
     from headrace.strategies.one_device import OneDevice
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from headrace.strategies.unconnected import Unconnected
 
 __all__ = [
+    "ADPSGD",
     "COUNTS",
     "EASGD",
     "SHORT_NAMES",
@@ -44,6 +47,7 @@ __all__ = [
     "ExpertParallel",
     "FullySharded",
     "Gossip",
+    "Hogwild",
     "Hybrid",
     "LocalSGD",
     "Mirrored",

@@ -20,6 +20,7 @@ _ROOM = "headrace.strategies"
 STRATEGIES: Registry[type[Strategy]] = Registry(
     _ROOM,
     {
+        "ad_psgd": f"{_ROOM}.ad_psgd:ADPSGD",
         "aggregated": f"{_ROOM}.aggregated:Aggregated",
         "central_storage": f"{_ROOM}.central_storage:CentralStorage",
         "context_parallel": f"{_ROOM}.context_parallel:ContextParallel",
@@ -27,6 +28,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "expert_parallel": f"{_ROOM}.expert_parallel:ExpertParallel",
         "fully_sharded": f"{_ROOM}.fully_sharded:FullySharded",
         "gossip": f"{_ROOM}.gossip:Gossip",
+        "hogwild": f"{_ROOM}.hogwild:Hogwild",
         "hybrid": f"{_ROOM}.hybrid:Hybrid",
         "mirrored": f"{_ROOM}.mirrored:Mirrored",
         "one_device": f"{_ROOM}.one_device:OneDevice",

@@ -75,6 +75,14 @@ class PeriodicSync(SwappableWeights):
 
     state_keys: tuple[str, ...] = ()
 
+    @property
+    def own_optimizer(self) -> bool:
+        """Whether `own` has the state of this worker's optimizer; that of the first worker is in the state of all.
+
+        Such a worker resumes with its own alone: with none for a parameter that it has not used yet.
+        """
+        return False
+
     @abstractmethod
     def coming(self, done: int) -> int:
         """Returns the number of done rounds at the next synchronization, which is not before `done` of them."""

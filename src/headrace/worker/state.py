@@ -151,7 +151,8 @@ class WorkerState:
         with making_sense(stored.path):
             # A replacement worker is alone, and no part of the checkpoint is its own.
             at_home = resume.same and stored.ranks == self._group.world
-            pieces = stored.pieces(self._rank if at_home else None)
+            sync = self._replica.sync if isinstance(self._replica.sync, PeriodicSync) else None
+            pieces = stored.pieces(self._rank if at_home else None, sync)
             if at_home:
                 # Before the replica's own state, which may hold running statistics of this worker alone.
                 stored.load_buffers(self._model, self._rank, self._group.world)
@@ -331,17 +332,22 @@ class LoadedCheckpoint:
         """Returns the states of a rank's generators."""
         return {name: tensor for name, tensor in self._by_rank[rank].items() if name.startswith("random/")}
 
-    def pieces(self, rank: int | None = None) -> list[StatePiece]:
-        """Returns the optimizer's state and the averages, of all ranks; a rank's own pieces replace shared ones."""
-        found = {
-            name.removeprefix("state/"): tensor
+    def pieces(self, rank: int | None = None, sync: PeriodicSync | None = None) -> list[StatePiece]:
+        """Returns the optimizer's state and the averages, of all ranks; a rank's own pieces replace shared ones.
+
+        Those of the optimizer of the first worker are not for another one that keeps its own, as `sync` says.
+        """
+        shared = [
+            StatePiece.parse(name.removeprefix("state/"), tensor)
             for tensors in self._by_rank.values()
             for name, tensor in tensors.items()
             if name.startswith("state/")
-        }
-        own = self._by_rank[rank] if rank is not None else {}
-        found |= {name.removeprefix("own/"): tensor for name, tensor in own.items() if name.startswith("own/")}
-        return [StatePiece.parse(name, tensor) for name, tensor in found.items()]
+        ]
+        if rank is not None and sync and sync.own_optimizer:
+            shared = [each for each in shared if each.key.startswith(OURS) or each.key in sync.state_keys]
+        stored = (self._by_rank[rank] if rank is not None else {}).items()
+        own = [StatePiece.parse(name.removeprefix("own/"), value) for name, value in stored if name.startswith("own/")]
+        return list({piece.name: piece for piece in (*shared, *own)}.values())
 
     def parameter_pieces(self) -> list[StatePiece]:
         """Returns the parameters as pieces of state, for the ranks that update them."""
