@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from headrace.data.loading.loader import Loader, batches
     from headrace.data.loading.reader import CpuBudget
     from headrace.data.loading.transfer import delivered
+    from headrace.data.pipeline.clients import dirichlet
     from headrace.data.pipeline.combined import interleave, mix
     from headrace.data.pipeline.order import Hosts
-    from headrace.data.pipeline.pipeline import InputPipeline, Pipeline, from_arrays, local
+    from headrace.data.pipeline.pipeline import InputPipeline, Pipeline, by_client, from_arrays, local
     from headrace.data.pipeline.source import Epoch, Source
     from headrace.data.sources.arrow import from_hugging_face
     from headrace.data.sources.ray import from_ray
@@ -43,8 +44,10 @@ __all__ = [
     "Source",
     "as_pipeline",
     "batches",
+    "by_client",
     "delivered",
     "digits",
+    "dirichlet",
     "fashion_mnist",
     "fashion_mnist_or_digits",
     "from_array_record",
@@ -74,7 +77,8 @@ _MODULES = {
     "loading.transfer": ("delivered",),
     "pipeline.combined": ("interleave", "mix"),
     "pipeline.order": ("Hosts",),
-    "pipeline.pipeline": ("InputPipeline", "Pipeline", "from_arrays", "local"),
+    "pipeline.clients": ("dirichlet",),
+    "pipeline.pipeline": ("InputPipeline", "Pipeline", "by_client", "from_arrays", "local"),
     "pipeline.source": ("Epoch", "Source"),
     "sources.arrow": ("from_hugging_face",),
     "sources.ray": ("from_ray",),

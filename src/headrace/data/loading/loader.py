@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from headrace.data.loading.reader import CpuBudget, ExampleReader, Part, ReadResult
+from headrace.data.pipeline.clients import ClientOrder
 from headrace.data.pipeline.order import Bucketed, ExampleOrder, Rounds, derived
 from headrace.data.pipeline.pipeline import InputPipeline, visited
 from headrace.data.pipeline.source import ArraySource
@@ -93,7 +94,7 @@ class Loader:
         self.rounds_per_epoch = len(self._rounds)
         self.full_batch = min(self._rounds.total, global_batch_size)
         self._epoch = -1
-        self._epoch_order: ExampleOrder | Bucketed | None = None
+        self._epoch_order: ExampleOrder | Bucketed | ClientOrder | None = None
         self._reader = ExampleReader(pipeline, seed)
         self.counters = InputCounters(self._reader.stages, self._reader.draws, pipeline.reading.most_skipped, tell)
         self._ahead = _reader_ahead(pipeline, self._reader, cpu_budget)
@@ -104,7 +105,7 @@ class Loader:
         """Splits batches by other weights, in what is asked for from now on; takes a `data_rank` that changes, too."""
         if data_rank is not None:
             self._data_rank = data_rank
-        rank = self._data_rank
+        rank, self._weights = self._data_rank, shares
         self._own = functools.cache(lambda count: bounds(count, shares)[rank])
 
     def rounds(self, start_round: int = 0, stop_round: int | None = None) -> Generator[Share, None, None]:
@@ -159,6 +160,11 @@ class Loader:
         Raises:
             DataError: an example cannot be read.
         """
+        if self._pipeline.clients and self._shuffled:
+            raise UsageError(
+                "the data is by_client, and parts of rounds are leased to workers as they come, so that none has a "
+                "client of its own; use parameter_averaging via all_reduce, or leave out by_client"
+            )
         epoch, index = divmod(round_, self.rounds_per_epoch)
         begin, end, of = self._rounds.span(index)
         start, stop = bounds(end - begin, (1,) * parts)[part]
@@ -180,8 +186,12 @@ class Loader:
                 yield epoch, torch.from_numpy(order.slice(begin + start, begin + stop)), of
             epoch, first = epoch + 1, 0
 
-    def _order(self, epoch: int) -> ExampleOrder | Bucketed:
+    def _order(self, epoch: int) -> ExampleOrder | Bucketed | ClientOrder:
         length = len(self._pipeline)
+        if self._pipeline.clients and self._shuffled:
+            visits = np.tile(np.array(visited(self._pipeline)), self._pipeline.times)
+            total, batch = self._rounds.total, self._rounds.batch
+            return self._pipeline.clients.order(visits, self._weights, total, batch, self._seed, epoch)
         order = ExampleOrder(length, self._seed, epoch, self._shuffled)
         batching = self._pipeline.batching
         if batching.lengths is None or not self._shuffled:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.data.pipeline.clients import Clients
 from headrace.data.pipeline.collator import Collator
 from headrace.data.pipeline.order import Hosts
 from headrace.data.pipeline.source import ArraySource, Source, as_tensor, require_whole
@@ -43,6 +44,7 @@ class InputPipeline:
         batching: how examples become a batch.
         reading: how a worker reads.
         hosts: the examples of each host, if each lists its own; None if all list the same.
+        clients: whose each example is, where each worker trains on those of one client.
 
     Raises:
         DataError: the source is empty.
@@ -64,6 +66,7 @@ class InputPipeline:
     batching: Batching = _STACKED
     reading: Reading = _AUTO
     hosts: Hosts | None = None
+    clients: Clients | None = None
 
     def __post_init__(self) -> None:
         if len(self) == 0:
@@ -296,3 +299,39 @@ def local(pipeline: InputPipeline) -> InputPipeline:
         >>> pipeline = hr.data.local(own_part)
     """
     return dataclasses.replace(pipeline, hosts=Hosts())
+
+
+def by_client(pipeline: InputPipeline, ids: Any, rounds: int) -> InputPipeline:
+    """Gives each worker the examples of one client, drawn anew every so many rounds: federated learning.
+
+    As many clients take part at a time as there are workers, so that what a worker sees depends on their number. A
+    client's examples come in an order that is drawn with it, and again in another when all have come. With
+    `ParameterAveraging(period=rounds)` this is FedAvg (McMahan et al., 2017, algorithm 1) with clients drawn uniformly.
+    An epoch has as many rounds as before, and visits some examples often and others not at all.
+
+    Args:
+        pipeline: the data of all clients.
+        ids: the client of each example, `(examples,)` whole numbers: writers, users, or `dirichlet(...)`.
+        rounds: the period of the averages.
+
+    Returns:
+        The same, whose batches go by clients.
+
+    Raises:
+        UsageError: the ids are not one whole number for each example, `rounds` is below 1, or hosts list examples of
+            their own.
+
+    Examples:
+        >>> labels = torch.arange(100) % 10
+        >>> clients = hr.data.dirichlet(labels, clients=20, alpha=0.3)
+        >>> data = hr.data.by_client(hr.data.from_arrays(torch.randn(100, 4), labels), clients, rounds=5)
+    """
+    require_whole("rounds must be", rounds)
+    if pipeline.hosts is not None:
+        raise UsageError("hosts that list examples of their own have clients of their own; leave out hr.data.local")
+    if pipeline.batching.lengths is not None:
+        raise UsageError("batch(lengths=...) sorts the examples of all clients by length; leave it out")
+    given, count = np.asarray(ids), len(pipeline.source)
+    if given.shape != (count,) or not np.issubdtype(given.dtype, np.integer):
+        raise UsageError(f"ids must be ({count},) whole numbers, one an example, got {given.shape} {given.dtype}")
+    return dataclasses.replace(pipeline, shuffled=True, clients=Clients(given.astype(np.int64), rounds))
