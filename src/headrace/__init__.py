@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from headrace import data, metrics, tasks
     from headrace.aggregation.gradients import GradientAggregation
     from headrace.aggregation.power_sgd import PowerSGD
-    from headrace.aggregation.robust import TrimmedMean
+    from headrace.aggregation.robust import TrimmedMean, WorkerMean
     from headrace.aggregation.sign_sgd import SignSGD
     from headrace.aggregation.top_k import TopK
     from headrace.api.adapters.lightning import from_lightning
@@ -65,10 +65,13 @@ if TYPE_CHECKING:
         DiLoCo,
         Downpour,
         ExpertParallel,
+        FedAvg,
+        FedProx,
         FullySharded,
         Gossip,
         Hogwild,
         Hybrid,
+        LocalAdam,
         LocalSGD,
         Mirrored,
         MultiWorkerMirrored,
@@ -106,6 +109,8 @@ __all__ = [
     "ExpertParallel",
     "FedAdagrad",
     "FedAdam",
+    "FedAvg",
+    "FedProx",
     "FedYogi",
     "FullySharded",
     "Gossip",
@@ -115,6 +120,7 @@ __all__ = [
     "Job",
     "LazyAdam",
     "LearningRates",
+    "LocalAdam",
     "LocalSGD",
     "MLflow",
     "Mean",
@@ -158,6 +164,7 @@ __all__ = [
     "WandB",
     "Weights",
     "Worker",
+    "WorkerMean",
     "calibrate",
     "compare",
     "data",
@@ -189,7 +196,7 @@ __all__ = [
 # Where each name is imported from when it is first used: `import headrace` alone does not import torch.
 _MODULES = {
     "averaging.slow_mo": ("SlowMo",),
-    "aggregation.robust": ("TrimmedMean",),
+    "aggregation.robust": ("TrimmedMean", "WorkerMean"),
     "aggregation.sign_sgd": ("SignSGD",),
     "aggregation.top_k": ("TopK",),
     "aggregation.power_sgd": ("PowerSGD",),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from headrace.aggregation.coded import CodedSum, is_codec
 from headrace.aggregation.gradients import GradientAggregation
-from headrace.errors import UnknownName, UsageError
+from headrace.aggregation.robust import WorkerMean
+from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.registry import Registry, is_place, placed
 from headrace.spec.call import parse_call
 from headrace.transport.codec import CODECS, Codec
@@ -48,6 +49,32 @@ def aggregation_of(by: str | GradientAggregation) -> GradientAggregation:
         return AGGREGATIONS[call.name](*call.values, **call.options)
     except TypeError as error:
         raise UsageError(f"by={by!r} cannot be made: {error}") from error
+
+
+def worker_mean(mean: str | WorkerMean | None) -> WorkerMean | None:
+    """Returns a mean over workers by its name, or as it is; None for the usual, weighted one.
+
+    Raises:
+        UnknownName: there is none of that name.
+        UsageError: it is another rule, or none.
+    """
+    if mean is not None and not isinstance(mean, str | WorkerMean):
+        raise UsageError(f"mean is a name ('trimmed_mean'), an hr.WorkerMean or None, got {mean!r:.100}")
+    rule = None if mean is None else aggregation_of(mean)
+    if rule is not None and not isinstance(rule, WorkerMean):
+        raise UsageError(
+            f"mean is one over workers, element by element, as 'trimmed_mean' or an hr.WorkerMean, and {mean!r} sums "
+            "gradients in another way; use hr.Aggregated(by=...)"
+        )
+    return rule
+
+
+def require_workers(rule: GradientAggregation | None, workers: int) -> None:
+    """Raises InfeasiblePlan if a mean needs more workers than there are."""
+    if isinstance(rule, WorkerMean) and rule.fewest() > workers:
+        raise InfeasiblePlan(
+            f"{rule!r} needs {rule.fewest()} workers, and there are {workers}; use more workers, or trim fewer"
+        )
 
 
 def _makes(thing: object, kind: type) -> bool:

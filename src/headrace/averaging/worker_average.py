@@ -47,7 +47,7 @@ class WorkerAverage(ABC):
 
     `local` is this worker's copy, `(nbytes,)` uint8, and `shown` is where the others see it, if it is not there. In the
     same form, `outer_state` is that of the `outer` step, and `lost` what was lost of what this worker sent, which
-    is sent with the next. `nbytes` is what this rank adds to the host.
+    is sent with the next. `nbytes` is what this rank adds to the host. `mean` makes another mean of values and weights.
     """
 
     layout: FlatLayout
@@ -57,6 +57,7 @@ class WorkerAverage(ABC):
     lost: tuple[Tensor, ...] = ()
     nbytes: int
     outer: OuterStep
+    mean: Callable[[Sequence[Tensor], Sequence[float]], Tensor] | None = None
 
     @property
     def elements(self) -> list[Tensor]:
@@ -136,9 +137,12 @@ class SharedMemoryAverage(WorkerAverage):
         """Averages some elements, and adds their sums to `total`."""
         live = [rank for rank, weight in enumerate(weights) if weight >= 0]
         first, *others = live
-        mean = copies[first] * weights[first]
-        for rank in others:
-            mean.add_(copies[rank], alpha=weights[rank])
+        if self.mean is not None:
+            mean = self.mean([copies[rank] for rank in live], [weights[rank] for rank in live])
+        else:
+            mean = copies[first] * weights[first]
+            for rank in others:
+                mean.add_(copies[rank], alpha=weights[rank])
         for rank, copy in enumerate(copies):
             if weights[rank] < 0:
                 copy.copy_(mean)
@@ -194,7 +198,11 @@ class CollectiveAverage(WorkerAverage):
         means = []
         for index, span in enumerate(self.layout.spans):
             copy = span.of(self.local)
-            if self._anchor is None:
+            if self.mean is not None:
+                rows = self._collective.gather(copy.view(torch.uint8)).unbind()
+                live = [rank for rank, weight in enumerate(weights) if weight >= 0]
+                mean = self.mean([rows[each].view(copy.dtype) for each in live], [weights[each] for each in live])
+            elif self._anchor is None:
                 mean = torch.zeros_like(copy) if weights[rank] < 0 else copy * weights[rank]
                 self._collective.all_reduce(mean)
             else:

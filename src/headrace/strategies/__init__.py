@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from headrace.strategies.gossip import Gossip
     from headrace.strategies.hogwild import Hogwild
     from headrace.strategies.hybrid import Hybrid
+    from headrace.strategies.local_steps import EASGD, DiLoCo, FedAvg, FedProx, LocalAdam, LocalSGD
     from headrace.strategies.mirrored import Mirrored, MultiWorkerMirrored
     from headrace.strategies.one_device import OneDevice
-    from headrace.strategies.parameter_averaging import EASGD, DiLoCo, LocalSGD, ParameterAveraging
+    from headrace.strategies.parameter_averaging import ParameterAveraging
     from headrace.strategies.parameter_server import ParameterServer
     from headrace.strategies.pipeline import Pipeline
     from headrace.strategies.resolving import made_again, resolve
@@ -45,10 +46,13 @@ __all__ = [
     "DiLoCo",
     "Downpour",
     "ExpertParallel",
+    "FedAvg",
+    "FedProx",
     "FullySharded",
     "Gossip",
     "Hogwild",
     "Hybrid",
+    "LocalAdam",
     "LocalSGD",
     "Mirrored",
     "MultiWorkerMirrored",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from headrace.aggregation.exchange import AggregatingExchange
 from headrace.aggregation.gradients import GradientAggregation, Workers
-from headrace.aggregation.table import aggregation_of
+from headrace.aggregation.table import aggregation_of, require_workers
 from headrace.policies.behaviour import Behaviour, GradientSum
 from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
@@ -80,9 +80,11 @@ class Aggregated(Strategy):
         rule = aggregation_of(self.by)
         # Each worker: parameters, gradients, what it sends and what comes of it, and the rule's state.
         copies = 4 + len(rule.own_state) + len(rule.common_state)
-        return data_parallel_plan(
+        plan = data_parallel_plan(
             self.name, describe_options(self), self.workers, model, cluster, copies=(copies, 0), spread=True
         )
+        require_workers(rule, plan.workers)
+        return plan
 
     def behave(self, workers: int) -> Behaviour:
         rule = aggregation_of(self.by)

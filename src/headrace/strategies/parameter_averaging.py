@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
+from headrace.aggregation.robust import WorkerMean
+from headrace.aggregation.table import require_workers, worker_mean
 from headrace.averaging.averager import (
     AveragingConfig,
     ParameterAverager,
@@ -29,7 +30,7 @@ from headrace.averaging.averager import (
 )
 from headrace.averaging.elastic import AveragedState
 from headrace.averaging.local_steps import LocalStepsExchange
-from headrace.averaging.outer_steps import Elastic, MeanStep, Nesterov, OuterStep, outer_step
+from headrace.averaging.outer_steps import MeanStep, OuterStep, outer_step
 from headrace.averaging.proximal import ProximalTerm
 from headrace.averaging.through_servers import (
     ServedAveragingConfig,
@@ -83,9 +84,6 @@ class ParameterAveraging(ServedStrategy):
         outer: what a synchronization does with the mean: None takes it as it is, "nesterov" or `Nesterov(...)` is
             DiLoCo's, "elastic" or `Elastic(...)` EASGD's.
         average_optimizer_state: average the optimizers' state, too; else each worker keeps its own.
-        reset_optimizer_state: each worker's optimizer begins anew after a synchronization, via "all_reduce".
-        proximal: FedProx's mu: so much of the squared distance from the last average is added to each worker's loss,
-            via "all_reduce".
         post_local: rounds at the beginning after each of which workers synchronize; then, every `period` rounds.
         codec: how outer gradients travel: "plain", "bf16", or "int8" with error feedback.
         pull_codec: how the average travels to workers, via "server".
@@ -97,6 +95,10 @@ class ParameterAveraging(ServedStrategy):
         transport: to them: "shared_memory" within a host, or "tcp", also there; between hosts TCP, encrypted.
         min_workers, max_workers: as in `Mirrored`, via "all_reduce". The others do the rounds since the last
             synchronization again.
+        reset_optimizer_state: each worker's optimizer begins anew after a synchronization, via "all_reduce".
+        proximal: FedProx's mu: so much of the squared distance from the last average is added to each worker's loss,
+            via "all_reduce".
+        mean: what the mean is: None for that weighted by examples, "trimmed_mean" or a `WorkerMean` for another.
 
     Raises:
         UsageError: an option has a value that it cannot have.
@@ -111,8 +113,6 @@ class ParameterAveraging(ServedStrategy):
     period: int | str | AutoPeriod = 16
     outer: str | OuterStep | None = None
     average_optimizer_state: bool = False
-    reset_optimizer_state: bool = False
-    proximal: float = 0.0
     post_local: int = 0
     codec: str = "plain"
     pull_codec: str = "plain"
@@ -123,6 +123,9 @@ class ParameterAveraging(ServedStrategy):
     transport: str = "shared_memory"
     min_workers: int | None = None
     max_workers: int | None = None
+    reset_optimizer_state: bool = False
+    proximal: float = 0.0
+    mean: str | WorkerMean | None = None
 
     name = "parameter_averaging"
     equals_one_device = False
@@ -149,6 +152,16 @@ class ParameterAveraging(ServedStrategy):
         for codec in (self.codec, self.pull_codec):
             if codec not in CODECS:
                 raise UnknownName("codec", codec, CODECS)
+        rule = worker_mean(self.mean)
+        if self.codec != "plain" and rule is not None:
+            raise UsageError(
+                f"mean={self.mean!r} is made of the workers' parameters as they are, and codec={self.codec!r} rounds "
+                "them; use codec='plain'"
+            )
+        if self.mean is not None and self.wait == "none":
+            raise UsageError(
+                f"mean={self.mean!r} is of several workers, and wait='none' has one at a time; use wait='all'"
+            )
         if self.via == "server":
             check_count("servers", self.servers)
             if self.min_workers is not None:
@@ -232,6 +245,7 @@ class ParameterAveraging(ServedStrategy):
             # Beside its parameters and gradients, a worker has a copy of the average, and what lies on its way.
             plan = self.plan_with_servers(cut, cluster, copies=4)
             self._service.require_workers(plan.workers)
+            require_workers(worker_mean(self.mean), plan.workers)
             return plan
         # Each worker: its copy, what autograd makes, a copy during evaluations, and where copies are averaged; all
         # together: what is kept.
@@ -242,6 +256,7 @@ class ParameterAveraging(ServedStrategy):
         plan = data_parallel_plan(
             self.name, describe_options(self), self.workers, model, cluster, copies=copies, spread=True
         )
+        require_workers(worker_mean(self.mean), self.min_workers or plan.workers)
         return elastic_plan(plan, self.min_workers, self.max_workers, cluster)
 
     def behave(self, workers: int) -> Behaviour:
@@ -322,6 +337,8 @@ class ParameterAveraging(ServedStrategy):
         # If an average waits for all, workers go in lockstep, and every run is the same.
         fixed, last = self.wait == "all", context.first + leases_between(context.first, until, span)
         table = LeaseTable(len(plan.shares), last, context.first, fixed, workers=range(plan.workers))
+        rule = worker_mean(self.mean)
+        shard_optimizer.mean = rule.mean if rule else None
         leases, policies = (table, context.first, until, span), (Unbounded(), combination)
         return build_server(
             plan, rank, layout, shard_optimizer, policies, leases, self.transport, context.process, measures=True
@@ -359,38 +376,13 @@ class ParameterAveraging(ServedStrategy):
     def _average(
         self, layout: FlatLayout, context: WorkerContext, outer: OuterStep, apart: bool = False
     ) -> WorkerAverage:
+        average: WorkerAverage
         if summing_of(context)[0] is None and context.group.fixed:
-            return SharedMemoryAverage(layout, context.group, outer, apart, context.device)
-        # Else memory of lost workers would be lost with them.
-        return CollectiveAverage(layout, context.device_group() or context.group, context.device, outer, self.codec)
-
-
-LocalSGD: Callable[..., ParameterAveraging] = functools.partial(ParameterAveraging, period=16)
-"""Local SGD: the mean of the workers every 16 rounds, if not told otherwise (Stich, 2019).
-
-The arguments are those of `ParameterAveraging`.
-
-Examples:
-    >>> hr.LocalSGD(workers=2).period, hr.LocalSGD(workers=2, period=4).period
-    (16, 4)
-"""
-
-DiLoCo: Callable[..., ParameterAveraging] = functools.partial(ParameterAveraging, period=100, outer=Nesterov())
-"""DiLoCo: an outer step with Nesterov momentum every 100 rounds, if not told otherwise (Douillard et al., 2023).
-
-The arguments are those of `ParameterAveraging`.
-
-Examples:
-    >>> hr.DiLoCo(workers=2).period, hr.DiLoCo(workers=2, period=4).period
-    (100, 4)
-"""
-
-EASGD: Callable[..., ParameterAveraging] = functools.partial(ParameterAveraging, period=16, outer=Elastic())
-"""Elastic averaging SGD, every 16 rounds if not told otherwise (Zhang et al., 2015).
-
-The arguments are those of `ParameterAveraging`.
-
-Examples:
-    >>> hr.EASGD(workers=2).period, hr.EASGD(workers=2, period=4).period
-    (16, 4)
-"""
+            average = SharedMemoryAverage(layout, context.group, outer, apart, context.device)
+        else:
+            # Else memory of lost workers would be lost with them.
+            everyone = context.device_group() or context.group
+            average = CollectiveAverage(layout, everyone, context.device, outer, self.codec)
+        rule = worker_mean(self.mean)
+        average.mean = rule.mean if rule else None
+        return average

@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from headrace.aggregation.robust import WorkerMean
+from headrace.aggregation.table import require_workers, worker_mean
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.parameter_server.client.data_leases import ServerDataLeases
 from headrace.parameter_server.client.exchange import ParameterServerExchange
@@ -81,6 +83,8 @@ class ParameterServer(ServedStrategy):
             "hash:rebalance" or "range:rebalance", rows that are asked for most move to servers that are asked for less,
             while training goes on.
         rows: how workers read rows of sparse embeddings, and how many the servers must have memory for.
+        mean: with `staleness_bound=0` or `backup_workers`, what the mean of a round's gradients is: None for that
+            weighted by examples, "trimmed_mean" or a `WorkerMean` for another.
 
     Raises:
         UsageError: an option has a value that it cannot have.
@@ -106,6 +110,7 @@ class ParameterServer(ServedStrategy):
     sparse: Sequence[str] = field(default_factory=list)
     row_placement: str = "hash"
     rows: RowOptions = field(default_factory=RowOptions)
+    mean: str | WorkerMean | None = None
 
     name = "parameter_server"
     lock_step = False
@@ -116,7 +121,7 @@ class ParameterServer(ServedStrategy):
     @property
     def equals_one_device(self) -> bool:
         # Servers that wait for all workers make their gradients one step.
-        return self.staleness_bound == 0 and not self.backup_workers and self.scale == "share"
+        return self.staleness_bound == 0 and not self.backup_workers and self.scale == "share" and self.mean is None
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
@@ -127,6 +132,11 @@ class ParameterServer(ServedStrategy):
         check_server_options(
             self.servers, self.backups, self.transport, self.sharding, self.placement, self.scale, codecs
         )
+        if worker_mean(self.mean) is not None and self.staleness_bound != 0 and not self.backup_workers:
+            raise UsageError(
+                f"mean={self.mean!r} is of a round's gradients, and with staleness_bound={self.staleness_bound} each "
+                "gradient is a step by itself; use staleness_bound=0, or backup_workers"
+            )
         known = [*ROW_PLACEMENTS, *(f"{name}{_REBALANCE}" for name in ROW_PLACEMENTS)]
         if self.row_placement not in known:
             raise UnknownName("row_placement", self.row_placement, known)
@@ -146,6 +156,7 @@ class ParameterServer(ServedStrategy):
         # The number of workers is fixed where they wait for each other.
         elastic = self.staleness_bound is None and not self.backup_workers
         plan = self.plan_with_servers(model, cluster, spare_workers=self.backup_workers, elastic=elastic)
+        require_workers(worker_mean(self.mean), len(plan.shares))
         check_near(self.rows, model.tables, len(plan.shares), self.staleness_bound)
         if model.tables:
             self._check_tables(model, plan, cluster)
@@ -166,7 +177,8 @@ class ParameterServer(ServedStrategy):
             pulled=sent_share(self.pull_codec),
             spare=self.backup_workers,
         )
-        return Behaviour(terms, not_rehearsed=refuse_backups(self.backups))
+        own = f"a rehearsal has the weighted mean of gradients, and not mean={self.mean!r}; use real workers"
+        return Behaviour(terms, not_rehearsed=refuse_backups(self.backups) or (own if self.mean is not None else ""))
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         servers, model, replica_group = context.servers(), context.model, agreement(context)
@@ -207,6 +219,8 @@ class ParameterServer(ServedStrategy):
         optimizer = ShardOptimizer(
             layout, context.optimizer, model.parameters, clock, full, self.remedies, tables, model.optimizer
         )
+        rule = worker_mean(self.mean)
+        optimizer.mean = rule.mean if rule else None
         table = LeaseTable(len(plan.shares), context.until, context.first, self._fixed, workers=range(workers))
         leases = (table, context.first, context.until, 1)
         policies = self.policies(workers)
@@ -231,6 +245,11 @@ class ParameterServer(ServedStrategy):
     def _check_tables(self, model: ModelSpec, plan: Plan, cluster: Cluster) -> None:
         """Refuses what rows do not have, and tables that the servers have no memory for."""
         first = model.tables[0].name
+        if self.mean is not None:
+            raise InfeasiblePlan(
+                f"mean={self.mean!r} is of a round's gradients, and each worker's rows of the sparse embedding "
+                f"{first!r} are a step by themselves; leave mean out"
+            )
         if self.backup_workers:
             raise InfeasiblePlan(
                 f"backup_workers={self.backup_workers} drops what comes late, and the rows of the sparse embedding "

@@ -47,9 +47,12 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
 SHORT_NAMES: Registry[Callable[..., Strategy]] = Registry(
     "",
     {
-        "diloco": f"{_ROOM}.parameter_averaging:DiLoCo",
-        "easgd": f"{_ROOM}.parameter_averaging:EASGD",
-        "local_sgd": f"{_ROOM}.parameter_averaging:LocalSGD",
+        "diloco": f"{_ROOM}.local_steps:DiLoCo",
+        "easgd": f"{_ROOM}.local_steps:EASGD",
+        "fed_avg": f"{_ROOM}.local_steps:FedAvg",
+        "fed_prox": f"{_ROOM}.local_steps:FedProx",
+        "local_adam": f"{_ROOM}.local_steps:LocalAdam",
+        "local_sgd": f"{_ROOM}.local_steps:LocalSGD",
         "multi_worker_mirrored": f"{_ROOM}.mirrored:MultiWorkerMirrored",
     },
 )

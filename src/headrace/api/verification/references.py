@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from headrace.aggregation.robust import WorkerMean
+from headrace.aggregation.table import worker_mean
 from headrace.api.verification.plain_loop import PlainLoop
 from headrace.api.verification.plain_worker import pieces_of
 from headrace.api.verification.recording import (
@@ -80,11 +82,12 @@ class Copies:
             self.recording.losses.append(total / (sum(self.weights) or 1.0))
             yield done
 
-    def average(self, weights: Sequence[float]) -> None:
-        """Puts the weighted mean of the workers' parameters into `mean`, and that of their running statistics."""
+    def average(self, weights: Sequence[float], rule: WorkerMean | None = None) -> None:
+        """Puts the weighted mean of the workers' parameters, or another, into `mean`, and that of their statistics."""
         with torch.no_grad():
             for target, *every in zip(*map(nn.Module.parameters, [self.mean, *self.models]), strict=True):
-                target.copy_(sum(w * each for w, each in zip(weights, every, strict=True)) / sum(weights))
+                weighted = sum(w * each for w, each in zip(weights, every, strict=True)) / sum(weights)
+                target.copy_(rule.mean(every, weights) if rule else weighted)
         self.average_buffers(self.mean)
 
     @torch.no_grad()
@@ -144,7 +147,7 @@ def averaging(strategy: ParameterAveraging, job: Job, build: Callable[[], nn.Mod
             # The center is the model: nothing is pulled for the sake of the end.
             _pull(center, copies.models, alpha if due else 0.0)
         else:
-            copies.average(weights)
+            copies.average(weights, worker_mean(strategy.mean))
             move(copies)
         for loop in copies.loops if strategy.reset_optimizer_state else ():
             loop.optimizer.state.clear()

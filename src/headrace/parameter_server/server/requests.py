@@ -20,7 +20,7 @@ from headrace.parameter_server.core.events import Reason
 from headrace.parameter_server.core.shard import Shard, ShardState
 from headrace.parameter_server.server.coordinator import Member
 from headrace.parameter_server.server.counters import ServerCounters
-from headrace.parameter_server.server.updater import PushedStep, ShardUpdater, StepFailed
+from headrace.parameter_server.server.updater import MeanOf, PushedStep, ShardUpdater, StepFailed
 from headrace.parameter_server.sparse.requests import RowRequests
 from headrace.parameter_server.wire import MOST_WEIGHT, Kind, Message, ShardLayout, decode, encode, like
 from headrace.training.clipping import all_finite
@@ -278,11 +278,14 @@ class Requests:
         requests = [self._open[worker, shard] for worker in step.workers]
         weight = sum(request.message.weight for request in requests)
         mean: Tensor | None = None
-        for request in requests:
-            gradient = request.gradients.get(shard)
-            if gradient is not None:
-                part = request.message.weight / weight
-                mean = gradient * part if mean is None else mean.add_(gradient, alpha=part)
+        if self._optimizer.mean is not None:
+            mean = self._own_mean(self._optimizer.mean, shard, requests)
+        else:
+            for request in requests:
+                gradient = request.gradients.get(shard)
+                if gradient is not None:
+                    part = request.message.weight / weight
+                    mean = gradient * part if mean is None else mean.add_(gradient, alpha=part)
         if self._measures and mean is not None and not self._layout.pieces[shard].exact:
             for request in requests:
                 gradient = request.gradients.get(shard)
@@ -290,6 +293,15 @@ class Requests:
                 apart = mean if gradient is None else gradient - mean
                 request.apart += float(torch.linalg.vector_norm(apart)) ** 2
         return mean
+
+    def _own_mean(self, mean: MeanOf, shard: int, requests: Sequence[_Request]) -> Tensor | None:
+        """Returns another mean than the weighted one; a gradient that is not there counts as zeros."""
+        gradients = [request.gradients.get(shard) for request in requests]
+        like = next((each for each in gradients if each is not None), None)
+        if like is None:
+            return None
+        values = [torch.zeros_like(like) if each is None else each for each in gradients]
+        return mean(values, [request.message.weight for request in requests])
 
     def _step(self, shards: Sequence[int], gradients: Sequence[tuple[int, Tensor]], step: PushedStep) -> None:
         began = perf_counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ from headrace.checkpoint.forms import pack, unpack
 from headrace.parameter_server.sparse.tables import ServedTables, TablesState
 from headrace.parameter_server.wire import ShardLayout
 from headrace.training.optimizer import StatePiece
+
+MeanOf = Callable[[Sequence[Tensor], Sequence[float]], Tensor]
+"""Takes each worker's value of some elements and the weights, and returns their mean."""
 
 
 class StepFailed(Exception):
@@ -58,11 +61,13 @@ class ShardUpdater(ABC):
         tables: sparse ones, which are updated row by row; None if there are none.
         sums: whether it only sums what is pushed, so that nothing is stale.
         at_once: whether the shards of a round must be updated in one call.
+        mean: what the mean of a round's gradients is; None for that weighted by what they weigh.
     """
 
     tables: ServedTables | None = None
     sums: bool = False
     at_once: bool = False
+    mean: MeanOf | None = None
 
     def __init__(self, layout: ShardLayout) -> None:
         self._layout = layout
