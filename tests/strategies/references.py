@@ -159,21 +159,35 @@ def pairs(workers: int, seed: int, round_: int) -> list[set[int]]:
 
 
 def gossip(
-    job: hr.Job, workers: int, near: Callable[[int, int, int], list[set[int]]] = ring, period: int = 1
+    job: hr.Job,
+    workers: int,
+    near: Callable[[int, int, int], list[set[int]]] = ring,
+    period: int = 1,
+    after: bool = False,
 ) -> Outcome:
-    """Lian et al., 2017, algorithm 1: a gradient at the own parameters, the mean of the neighbourhood, the step."""
+    """Lian et al., 2017, algorithm 1: a gradient at the own parameters, the mean of the neighbourhood, the step.
+
+    Or the mean `after` the step: Chen and Sayed, 2012.
+    """
     copies = Copies(job, workers)
-    for done, shares in copies.rounds():
-        active = [copies.differentiate(worker, share) for worker, share in enumerate(shares)]
+
+    def mix(done: int) -> None:
         if done % period == 0:
             groups = near(workers, job.seed, done - 1)
             for own in (*copies.parameters(), *copies.statistics()):
                 before = torch.stack([each.detach() for each in own])
                 for each, group in zip(own, groups, strict=True):
                     each.data.copy_(before[sorted(group)].mean(0))
+
+    for done, shares in copies.rounds():
+        active = [copies.differentiate(worker, share) for worker, share in enumerate(shares)]
+        if not after:
+            mix(done)
         for optimizer, has_example in zip(copies.optimizers, active, strict=True):
             if has_example:
                 optimizer.step()
+        if after:
+            mix(done)
     return copies.outcome(mean_of(copies.models))
 
 

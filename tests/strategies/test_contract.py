@@ -130,6 +130,7 @@ KINDS = {
     **AGGREGATED,
     "diloco": Row(partial(hr.DiLoCo, period=3), references.diloco, period=3),
     "easgd": Row(partial(hr.EASGD, period=3), references.easgd, period=3, leaves_out=STATISTICS),
+    "gossip-after": Row(partial(hr.Gossip, mix="after"), partial(references.gossip, after=True)),
     "gossip-hypercube": Row(partial(hr.Gossip, topology="hypercube"), references.GOSSIPS["hypercube"], many=(4, 8)),
     "gossip-random": Row(partial(hr.Gossip, topology="random", period=2), references.GOSSIPS["random"]),
     "parameter_server-asynchronous": Row(hr.ParameterServer, many=(1, 1), servers=1, leaves_out=STATISTICS),

@@ -45,6 +45,8 @@ class Gossip(Strategy):
         topology: who is whose neighbour: "ring", the two beside a worker; "hypercube", the log2(N) workers whose number
             differs in one bit; "random", one other worker, drawn anew in each round from the job's seed.
         period: rounds between two exchanges.
+        mix: "before" the update of a round, as D-PSGD, whose gradient is then of the parameters before; or "after" it
+            (adapt then combine; Chen and Sayed, "Diffusion adaptation strategies", 2012, algorithm ATC).
 
     Raises:
         UsageError: an option has a value that it cannot have.
@@ -58,6 +60,7 @@ class Gossip(Strategy):
     workers: int | None = None
     topology: str = "ring"
     period: int = 1
+    mix: str = "before"
 
     name = "gossip"
     equals_one_device = False
@@ -70,6 +73,8 @@ class Gossip(Strategy):
         check_count("period", self.period)
         if self.topology not in TOPOLOGIES:
             raise UnknownName("topology", self.topology, TOPOLOGIES)
+        if self.mix not in ("before", "after"):
+            raise UnknownName("mix", self.mix, ("before", "after"))
 
     def refusals(self) -> tuple[Refusal, ...]:
         when = f"every {self.period} rounds (period), and with their neighbours alone"
@@ -107,7 +112,7 @@ class NeighbourMixing(ParameterMixing):
     """Replaces a worker's parameters by the weighted mean of its own and its neighbours'."""
 
     def __init__(self, gossip: Gossip, context: WorkerContext, local: LocalExchange) -> None:
-        self._topology = gossip.topology
+        self._topology, self.mixes_after = gossip.topology, gossip.mix == "after"
         self._seed = context.batches.seed
         super().__init__(gossip.period, context.module, local.updater, context.group, self._neighbours, context.closing)
 

@@ -200,7 +200,10 @@ def _pull(center: nn.Module, models: Sequence[nn.Module], alpha: float) -> None:
 
 
 def gossip(strategy: Gossip, job: Job, build: Callable[[], nn.Module], shares: Sequence[int]) -> Trained:
-    """Lian et al., 2017, algorithm 1: a gradient at the own parameters, the mean of the neighbourhood, the step."""
+    """Lian et al., 2017, algorithm 1: a gradient at the own parameters, the mean of the neighbourhood, the step.
+
+    Or the mean after the step (Chen and Sayed, 2012).
+    """
     world = len(shares)
     copies = Copies(job, build, shares)
 
@@ -213,7 +216,10 @@ def gossip(strategy: Gossip, job: Job, build: Callable[[], nn.Module], shares: S
             for each, group in zip(every, groups, strict=True):
                 each.data.copy_(before[sorted(set(group))].mean(0))
 
-    for done in copies.rounds(mix):
+    after = strategy.mix == "after"
+    for done in copies.rounds() if after else copies.rounds(mix):
+        if after:
+            mix(done)
         copies.average([1.0] * world)
         copies.note(done, copies.mean)
     return copies.result(copies.mean)
