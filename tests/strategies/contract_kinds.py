@@ -1,11 +1,14 @@
-"""Rows of what is recorded, of hybrids, and of sequences that are divided between split blocks."""
+"""Rows of rules for gradients, of local steps, of hybrids, of what is recorded, and of divided sequences."""
 
 from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 import headrace as hr
 from headrace.testing.strategies import StrategyContract as Row
+from strategies import references
 from strategies.contract_models import LAYERS, SEQUENCES
 
 MATRICES = frozenset({"muon", "muon-one-matrix", "muon-schedule", "adafactor", "blocks"})
@@ -64,5 +67,45 @@ HYBRIDS = {
         whole=False,
         refuses=MATRICES,
         leaves_out=PARTS | STATISTICS,
+    ),
+}
+
+# Over layers that communicate, a worker's gradient is no part of the batch's that a plain loop has: see
+# test_aggregated.py.
+AGGREGATED = {
+    name: Row(partial(hr.Aggregated, by=by), reference, leaves_out=frozenset({"options"}))
+    for name, by, reference in (
+        ("aggregated-median", hr.TrimmedMean(), partial(references.aggregated, rule=references.median)),
+        ("aggregated-power-sgd", hr.PowerSGD(2), partial(references.aggregated, rule=references.power_sgd, rank=2)),
+        ("aggregated-sign-sgd", hr.SignSGD(0.5), partial(references.aggregated, rule=references.signum)),
+        ("aggregated-top-k", hr.TopK(0.2), partial(references.aggregated, rule=references.top_k)),
+    )
+}
+
+GOSSIPS = {
+    "gossip-after": Row(partial(hr.Gossip, mix="after"), partial(references.gossip, after=True)),
+    "gossip-hypercube": Row(partial(hr.Gossip, topology="hypercube"), references.GOSSIPS["hypercube"], many=(4, 8)),
+    "gossip-random": Row(partial(hr.Gossip, topology="random", period=2), references.GOSSIPS["random"]),
+}
+
+LOCAL = {
+    "fed_prox": Row(
+        partial(hr.ParameterAveraging, period=3, proximal=0.3, reset_optimizer_state=True),
+        partial(references.local_sgd, proximal=0.3, reset=True),
+        period=3,
+    ),
+    "local_adam": Row(
+        partial(hr.ParameterAveraging, period=3, average_optimizer_state=True),
+        partial(references.local_sgd, adam=True),
+        # Not the usual 1e-8, by which a gradient of nearly 0 makes a step of rounding.
+        optimizer=partial(torch.optim.Adam, lr=0.01, eps=1e-4),
+        period=3,
+        # The mean of counts of steps, which are float32, is rounded by their weights.
+        leaves_out=frozenset({"weighed"}),
+    ),
+    "slow_mo": Row(
+        partial(hr.ParameterAveraging, period=3, outer=hr.SlowMo(0.9, 0.6)),
+        references.slow_mo,
+        period=3,
     ),
 }

@@ -26,7 +26,7 @@ from headrace.strategies import STRATEGIES
 from headrace.testing.strategies import CHECKS, DOUBLE, ROUNDS
 from headrace.testing.strategies import StrategyContract as Row
 from strategies import references
-from strategies.contract_kinds import HYBRIDS, MATRICES, PIPELINE, STATISTICS, TPU
+from strategies.contract_kinds import AGGREGATED, GOSSIPS, HYBRIDS, LOCAL, MATRICES, PIPELINE, STATISTICS, TPU
 from strategies.contract_models import (
     ADAM,
     BATCH,
@@ -47,7 +47,7 @@ from strategies.contract_runs import CLUSTER, GIGABYTE, MODEL, Outcome, by_hand,
 LBFGS = partial(torch.optim.LBFGS, max_iter=1, max_eval=5, history_size=10, line_search_fn="strong_wolfe")
 
 ROWS = {
-    # One worker: who reads what, the moment decides. Several that take turns are in test_asynchronous_peers.py.
+    # One worker: who reads what, the moment decides; of several see test_asynchronous_peers.py.
     "ad_psgd": Row(partial(hr.ADPSGD, meet_every=3), many=(1, 1), leaves_out=frozenset({"options"})),
     "aggregated": Row(partial(hr.Aggregated, by="plain")),
     "central_storage": Row(hr.CentralStorage),
@@ -89,50 +89,14 @@ ROWS = {
     "unconnected": Row(hr.Unconnected, references.unconnected),
 }
 
-# Over layers that communicate, a worker's gradient is no part of the batch's that a plain loop has: see
-# test_aggregated.py.
-AGGREGATED = {
-    name: Row(partial(hr.Aggregated, by=by), reference, leaves_out=frozenset({"options"}))
-    for name, by, reference in (
-        ("aggregated-median", hr.TrimmedMean(), partial(references.aggregated, rule=references.median)),
-        ("aggregated-power-sgd", hr.PowerSGD(2), partial(references.aggregated, rule=references.power_sgd, rank=2)),
-        ("aggregated-sign-sgd", hr.SignSGD(0.5), partial(references.aggregated, rule=references.signum)),
-        ("aggregated-top-k", hr.TopK(0.2), partial(references.aggregated, rule=references.top_k)),
-    )
-}
-
-LOCAL = {
-    "fed_prox": Row(
-        partial(hr.ParameterAveraging, period=3, proximal=0.3, reset_optimizer_state=True),
-        partial(references.local_sgd, proximal=0.3, reset=True),
-        period=3,
-    ),
-    "local_adam": Row(
-        partial(hr.ParameterAveraging, period=3, average_optimizer_state=True),
-        partial(references.local_sgd, adam=True),
-        # Not the usual 1e-8, by which a gradient of nearly 0 makes a step of rounding.
-        optimizer=partial(torch.optim.Adam, lr=0.01, eps=1e-4),
-        period=3,
-        # The mean of counts of steps, which are float32, is rounded by their weights.
-        leaves_out=frozenset({"weighed"}),
-    ),
-    "slow_mo": Row(
-        partial(hr.ParameterAveraging, period=3, outer=hr.SlowMo(0.9, 0.6)),
-        references.slow_mo,
-        period=3,
-    ),
-}
-
 KINDS = {
     **ROWS,
     **LOCAL,
     **HYBRIDS,
     **AGGREGATED,
+    **GOSSIPS,
     "diloco": Row(partial(hr.DiLoCo, period=3), references.diloco, period=3),
     "easgd": Row(partial(hr.EASGD, period=3), references.easgd, period=3, leaves_out=STATISTICS),
-    "gossip-after": Row(partial(hr.Gossip, mix="after"), partial(references.gossip, after=True)),
-    "gossip-hypercube": Row(partial(hr.Gossip, topology="hypercube"), references.GOSSIPS["hypercube"], many=(4, 8)),
-    "gossip-random": Row(partial(hr.Gossip, topology="random", period=2), references.GOSSIPS["random"]),
     "parameter_server-asynchronous": Row(hr.ParameterServer, many=(1, 1), servers=1, leaves_out=STATISTICS),
 }
 """The rows, and strategies with other numbers, which have other references."""

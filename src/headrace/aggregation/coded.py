@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.aggregation.gradients import GradientAggregation, Workers
+from headrace.aggregation.gradients import GradientAggregation, WorkerGroup
 from headrace.transport.codec import CODECS, codec_for, sent_share
 
 
@@ -25,7 +25,7 @@ class CodedSum(GradientAggregation):
     own_state = ("residual",)
 
     def aggregate(
-        self, gradients: Sequence[Tensor], state: Sequence[dict[str, Tensor]], workers: Workers
+        self, gradients: Sequence[Tensor], state: Sequence[dict[str, Tensor]], workers: WorkerGroup
     ) -> Sequence[Tensor]:
         sent = []
         for gradient, kept in zip(gradients, state, strict=True):

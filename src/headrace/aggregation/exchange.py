@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.aggregation.gradients import GradientAggregation, Workers
+from headrace.aggregation.gradients import GradientAggregation, WorkerGroup
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import RunFailed, UsageError
 from headrace.spec.options import Options
@@ -42,7 +42,7 @@ class AggregatingExchange(UpdatingExchange):
         updater: Updater,
         named: Mapping[str, nn.Parameter],
         options: Options,
-        workers: Workers,
+        workers: WorkerGroup,
         group: ProcessGroup,
         seed: int,
         parameter_bytes: int,

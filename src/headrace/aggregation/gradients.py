@@ -13,7 +13,7 @@ from headrace.collectives.base import Collective, ProcessGroup
 from headrace.trees import as_bytes
 
 
-class Workers:
+class WorkerGroup:
     """All workers, as one of them reaches the others. Every worker makes the same calls in the same order.
 
     Attributes:
@@ -100,7 +100,7 @@ class GradientAggregation(ABC):
 
     @abstractmethod
     def aggregate(
-        self, gradients: Sequence[Tensor], state: Sequence[dict[str, Tensor]], workers: Workers
+        self, gradients: Sequence[Tensor], state: Sequence[dict[str, Tensor]], workers: WorkerGroup
     ) -> Sequence[Tensor]:
         """Returns the gradients that every worker's optimizer gets: the same bits on all workers.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.aggregation.gradients import GradientAggregation, Workers
+from headrace.aggregation.gradients import GradientAggregation, WorkerGroup
 from headrace.errors import UsageError
 
 
@@ -49,7 +49,7 @@ class PowerSGD(GradientAggregation):
         return {"residual": torch.zeros_like(like), "factor": factor.to(like)}
 
     def aggregate(
-        self, gradients: Sequence[Tensor], state: Sequence[dict[str, Tensor]], workers: Workers
+        self, gradients: Sequence[Tensor], state: Sequence[dict[str, Tensor]], workers: WorkerGroup
     ) -> Sequence[Tensor]:
         low = [index for index, each in enumerate(gradients) if self._shrinks(each)]
         whole = [index for index in range(len(gradients)) if index not in low]

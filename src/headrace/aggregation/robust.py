@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.aggregation.gradients import GradientAggregation, Workers
+from headrace.aggregation.gradients import GradientAggregation, WorkerGroup
 from headrace.errors import UsageError
 
 
@@ -38,7 +38,7 @@ class WorkerMean(GradientAggregation):
         return 1
 
     def aggregate(
-        self, gradients: Sequence[Tensor], state: Sequence[dict[str, Tensor]], workers: Workers
+        self, gradients: Sequence[Tensor], state: Sequence[dict[str, Tensor]], workers: WorkerGroup
     ) -> Sequence[Tensor]:
         counted, every = workers.with_examples(), workers.gather(gradients)
         columns = zip(*(every[rank] for rank in counted), strict=True)

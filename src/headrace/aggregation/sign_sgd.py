@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.aggregation.gradients import GradientAggregation, Workers
+from headrace.aggregation.gradients import GradientAggregation, WorkerGroup
 from headrace.errors import UsageError
 
 
@@ -41,7 +41,7 @@ class SignSGD(GradientAggregation):
             raise UsageError(f"momentum must be a number of at least 0 and below 1, got {self.momentum!r}")
 
     def aggregate(
-        self, gradients: Sequence[Tensor], state: Sequence[dict[str, Tensor]], workers: Workers
+        self, gradients: Sequence[Tensor], state: Sequence[dict[str, Tensor]], workers: WorkerGroup
     ) -> Sequence[Tensor]:
         votes = []
         for gradient, kept in zip(gradients, state, strict=True):

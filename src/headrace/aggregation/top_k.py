@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.aggregation.gradients import GradientAggregation, Workers
+from headrace.aggregation.gradients import GradientAggregation, WorkerGroup
 from headrace.errors import UsageError
 
 
@@ -40,7 +40,7 @@ class TopK(GradientAggregation):
             raise UsageError(f"share must be a number above 0 and at most 1, got {self.share!r}")
 
     def aggregate(
-        self, gradients: Sequence[Tensor], state: Sequence[dict[str, Tensor]], workers: Workers
+        self, gradients: Sequence[Tensor], state: Sequence[dict[str, Tensor]], workers: WorkerGroup
     ) -> Sequence[Tensor]:
         sent: list[Tensor] = []
         for gradient, kept in zip(gradients, state, strict=True):

@@ -117,6 +117,7 @@ class ParameterAverager(LocalStepsSync):
         self._left_s = self._swapped_s = perf_counter()
         self._saved: Tensor | None = None
         self._swapped = False
+        self.own_optimizers = not config.average_state
         self.kept_bytes = average.nbytes + (extra.nbytes if extra else 0)
 
     def coming(self, done: int) -> int:
@@ -191,15 +192,11 @@ class ParameterAverager(LocalStepsSync):
         # Last: where a worker is lost before, the others begin again.
         self._swapped = True
 
-    @property
-    def own_optimizer(self) -> bool:
-        return self._group.rank > 0 and not self._config.average_state
-
     def own(self) -> tuple[StatePiece, ...]:
         pieces = [piece for i, region in enumerate(self.average.lost) for piece in self.pieces(f"{_LOST}-{i}", region)]
         if not self._config.outer.agrees:
             pieces += self.pieces(PARAMETER, self.average.local)
-        return (*pieces, *(self._updater.state() if self.own_optimizer else ()))
+        return (*pieces, *(self._updater.state() if self._group.rank and self.own_optimizers else ()))
 
     def kept(self) -> tuple[StatePiece, ...]:
         regions = list(enumerate(self.average.outer_state))

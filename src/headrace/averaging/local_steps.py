@@ -26,11 +26,11 @@ class LocalStepsSync(PeriodicSync):
     worth: float = 0.0
     kept_bytes: int = 0
 
-    def before_update(self, round_: int) -> None:
-        """Changes the parameters between compute and update; every worker calls it in every round."""
+    def adjust(self, round_: int, updated: bool) -> None:
+        """Changes the parameters before the update of a round, and again when it is `updated`, or left out.
 
-    def after_update(self, round_: int) -> None:
-        """Changes the parameters after the update; every worker calls it in every round."""
+        Every worker calls it twice in every round.
+        """
 
     def kept(self) -> tuple[StatePiece, ...]:
         """Returns the state that all workers have in common, except the parameters."""
@@ -70,19 +70,19 @@ class LocalStepsExchange(Exchange):
         return self._local.synchronize(finite)
 
     def update(self, round_: int) -> None:
-        self._sync.before_update(round_)
+        self._sync.adjust(round_, updated=False)
         # A worker that had no example has no gradient, and makes no step.
         if self._sync.worth:
             self._local.update(round_)
         else:
             self._local.skip(round_)
-        self._sync.after_update(round_)
+        self._sync.adjust(round_, updated=True)
 
     def skip(self, round_: int) -> None:
         # The others may synchronize in this round, and wait for this worker.
-        self._sync.before_update(round_)
+        self._sync.adjust(round_, updated=False)
         self._local.skip(round_)
-        self._sync.after_update(round_)
+        self._sync.adjust(round_, updated=True)
 
     def swap_weights(self, averaged: bool) -> None:
         self._local.swap_weights(averaged)

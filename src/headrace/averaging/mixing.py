@@ -50,6 +50,7 @@ class ParameterMixing(LocalStepsSync):
     """
 
     mixes_after: bool = False
+    own_optimizers = True
 
     def __init__(
         self,
@@ -93,17 +94,9 @@ class ParameterMixing(LocalStepsSync):
     def weigh(self, weight: float) -> None:
         self.worth = weight
 
-    def before_update(self, round_: int) -> None:
-        if not self.mixes_after:
-            self._mix(round_)
-
-    def after_update(self, round_: int) -> None:
-        if self.mixes_after:
-            self._mix(round_)
-
     @torch.no_grad()
-    def _mix(self, round_: int) -> None:
-        if (round_ + 1) % self._period:
+    def adjust(self, round_: int, updated: bool) -> None:
+        if updated is not self.mixes_after or (round_ + 1) % self._period:
             return
         self._show()
         self._finite = all_finite(self.tensors)
@@ -150,16 +143,12 @@ class ParameterMixing(LocalStepsSync):
         for tensor, mean in zip(self.tensors, self._shown, strict=True):
             tensor.copy_(mean)
 
-    @property
-    def own_optimizer(self) -> bool:
-        return self.group.rank > 0
-
     def own(self) -> tuple[StatePiece, ...]:
         pieces = [
             StatePiece.of(name, _STATISTIC if name in self._statistics else PARAMETER, 0, tensor)
             for name, tensor in self._named.items()
         ]
-        return (*pieces, *(self._updater.state() if self.own_optimizer else ()))
+        return (*pieces, *(self._updater.state() if self.group.rank else ()))
 
     def load(self, pieces: Sequence[StatePiece], settings: Mapping[str, Any] | None) -> None:
         # The updater has loaded the parameters, as the optimizer's state.

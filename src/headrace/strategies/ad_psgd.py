@@ -12,7 +12,9 @@ but for the meetings, so that which x a gradient is of depends on the machine, a
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from headrace.averaging.asynchronous.pairs import PairMixing
 from headrace.averaging.local_steps import LocalStepsExchange
@@ -56,6 +58,7 @@ class ADPSGD(Strategy):
     lock_step = False
     begins_alike = True
     one_host = True
+    alone: ClassVar[Mapping[str, object]] = {"workers": 1}
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)

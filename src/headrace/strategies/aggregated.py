@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.aggregation.exchange import AggregatingExchange
-from headrace.aggregation.gradients import GradientAggregation, Workers
+from headrace.aggregation.gradients import GradientAggregation, WorkerGroup
 from headrace.aggregation.table import aggregation_of, require_workers
 from headrace.policies.behaviour import Behaviour, GradientSum
 from headrace.policies.roles import data_parallel_plan
@@ -106,7 +106,7 @@ class Aggregated(Strategy):
             context.updater_of(plan.segments),
             {each.name: named[each.name] for each in context.model.trainable},
             context.options,
-            Workers(collective or context.group, context.group, place),
+            WorkerGroup(collective or context.group, context.group, place),
             context.group,
             context.batches.seed,
             context.model.parameter_bytes,

@@ -11,7 +11,9 @@ each other in part. Each worker's optimizer has a state of its own. Two runs dif
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from headrace.averaging.asynchronous.one_copy import OneCopy
 from headrace.averaging.local_steps import LocalStepsExchange
@@ -55,6 +57,7 @@ class Hogwild(Strategy):
     lock_step = False
     begins_alike = True
     one_host = True
+    alone: ClassVar[Mapping[str, object]] = {"workers": 1}
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)

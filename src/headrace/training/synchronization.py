@@ -71,17 +71,12 @@ class PeriodicSync(SwappableWeights):
 
     Attributes:
         state_keys: keys of the pieces of its own that it saves, which are not given to the optimizer.
+        own_optimizers: whether `own` of each replica but the first has the state of its optimizer. It resumes with that
+            alone: with none for a parameter that it has not used yet.
     """
 
     state_keys: tuple[str, ...] = ()
-
-    @property
-    def own_optimizer(self) -> bool:
-        """Whether `own` has the state of this worker's optimizer; that of the first worker is in the state of all.
-
-        Such a worker resumes with its own alone: with none for a parameter that it has not used yet.
-        """
-        return False
+    own_optimizers: bool = False
 
     @abstractmethod
     def coming(self, done: int) -> int:

@@ -152,7 +152,9 @@ class WorkerState:
             # A replacement worker is alone, and no part of the checkpoint is its own.
             at_home = resume.same and stored.ranks == self._group.world
             sync = self._replica.sync if isinstance(self._replica.sync, PeriodicSync) else None
-            pieces = stored.pieces(self._rank if at_home else None, sync)
+            later = self._run.plan.role(self._rank).data_rank > 0
+            alone = sync if sync and sync.own_optimizers and later else None
+            pieces = stored.pieces(self._rank if at_home else None, alone)
             if at_home:
                 # Before the replica's own state, which may hold running statistics of this worker alone.
                 stored.load_buffers(self._model, self._rank, self._group.world)
@@ -335,7 +337,7 @@ class LoadedCheckpoint:
     def pieces(self, rank: int | None = None, sync: PeriodicSync | None = None) -> list[StatePiece]:
         """Returns the optimizer's state and the averages, of all ranks; a rank's own pieces replace shared ones.
 
-        Those of the optimizer of the first worker are not for another one that keeps its own, as `sync` says.
+        Those of the optimizer of the first replica are not for one with `sync`, which keeps its own.
         """
         shared = [
             StatePiece.parse(name.removeprefix("state/"), tensor)
@@ -343,7 +345,7 @@ class LoadedCheckpoint:
             for name, tensor in tensors.items()
             if name.startswith("state/")
         ]
-        if rank is not None and sync and sync.own_optimizer:
+        if rank is not None and sync:
             shared = [each for each in shared if each.key.startswith(OURS) or each.key in sync.state_keys]
         stored = (self._by_rank[rank] if rank is not None else {}).items()
         own = [StatePiece.parse(name.removeprefix("own/"), value) for name, value in stored if name.startswith("own/")]

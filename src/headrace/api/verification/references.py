@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from headrace.aggregation.gradients import WorkerGroup
 from headrace.aggregation.robust import WorkerMean
-from headrace.aggregation.table import worker_mean
+from headrace.aggregation.table import aggregation_of, worker_mean
 from headrace.api.verification.plain_loop import PlainLoop
 from headrace.api.verification.plain_worker import pieces_of
 from headrace.api.verification.recording import (
@@ -22,11 +24,12 @@ from headrace.api.verification.recording import (
 )
 from headrace.averaging.outer_steps import Elastic, MeanStep, Momentum, Nesterov, OuterStep, outer_step
 from headrace.checkpoint.forms import extra_states, load_extra_states
+from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data.given import as_pipeline
 from headrace.data.loading.loader import Loader
 from headrace.modules import copy_module
 from headrace.spec.job import Job
-from headrace.strategies import Gossip, ParameterAveraging, Strategy
+from headrace.strategies import Aggregated, Gossip, ParameterAveraging, Strategy
 from headrace.strategies.gossip import neighbours
 from headrace.strategies.strategy import describe_options
 from headrace.training.shared_buffers.batch_norm import averaged_buffers
@@ -225,6 +228,48 @@ def gossip(strategy: Gossip, job: Job, build: Callable[[], nn.Module], shares: S
     return copies.result(copies.mean)
 
 
+def aggregated(strategy: Aggregated, job: Job, build: Callable[[], nn.Module], shares: Sequence[int]) -> Trained:
+    """One model: the rule makes one gradient of those of all shares, in as many threads as there are workers."""
+    copies = Copies(job, build, shares)
+    rule, threads = aggregation_of(strategy.by), ThreadGroup(len(shares))
+    groups = [ThreadCollective(threads, rank) for rank in range(len(shares))]
+    workers = [WorkerGroup(group, group, torch.device("cpu")) for group in groups]
+    states: list[dict[str, dict[str, Tensor]]] = []
+    for model in copies.models:
+        generator = torch.Generator().manual_seed(job.seed)
+        named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        states.append({name: dict(rule.begin(torch.zeros_like(each), generator)) for name, each in named.items()})
+
+    def aggregate(rank: int, present: Sequence[str], parts: Sequence[float]) -> Sequence[Tensor]:
+        workers[rank].idle, parameters = not copies.loops[rank].weight, dict(copies.models[rank].named_parameters())
+        found = [parameters[name].grad for name in present]
+        gradients = [
+            torch.zeros_like(parameters[name]) if each is None else each * parts[rank]
+            for name, each in zip(present, found, strict=True)
+        ]
+        with torch.no_grad():
+            return rule.aggregate(gradients, [states[rank][name] for name in present], workers[rank])
+
+    def combine(done: int) -> None:
+        total = sum(loop.weight for loop in copies.loops) or 1.0
+        parts = [loop.weight / total for loop in copies.loops]
+        present = [
+            name for name in states[0] if any(model.get_parameter(name).grad is not None for model in copies.models)
+        ]
+        with ThreadPoolExecutor(len(shares)) as pool:
+            made = list(pool.map(lambda rank: aggregate(rank, present, parts), range(len(shares))))
+        for loop, gradients in zip(copies.loops, made, strict=True):
+            for name, gradient in zip(present, gradients, strict=True):
+                loop.model.get_parameter(name).grad = gradient
+            if not loop.weight:
+                # One without examples makes the same step as the others, which make theirs later.
+                loop.update()
+
+    for done in copies.rounds(combine):
+        copies.note(done, copies.models[0])
+    return copies.result(copies.models[0])
+
+
 def unconnected(strategy: Strategy, job: Job, build: Callable[[], nn.Module], shares: Sequence[int]) -> Trained:
     """Each worker trains a model on its share; the first one's is the result."""
     copies = Copies(job, build, shares)
@@ -234,12 +279,16 @@ def unconnected(strategy: Strategy, job: Job, build: Callable[[], nn.Module], sh
 
 
 _DEFINED: Mapping[str, Callable[..., Trained]] = {
+    "aggregated": aggregated,
     "gossip": gossip,
     "parameter_averaging": averaging,
     "unconnected": unconnected,
 }
 """What strategies do, by their names, for `_PLAIN` options."""
 DEFINITIONS = {
+    "ad_psgd": "each worker averages with another that goes on meanwhile, in an order that the machine decides",
+    "aggregated": "a rule makes one gradient of all workers'",
+    "hogwild": "workers write to one copy of the parameters in an order that the machine decides",
     "parameter_averaging": "each worker steps alone between two averages",
     "gossip": "each worker steps alone, and averages with its neighbours",
     "unconnected": "each worker trains a model of its own",

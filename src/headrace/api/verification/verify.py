@@ -239,8 +239,8 @@ class _Session:
         run = self._run(job, strategy)
         what = "turns of sets of parameters" if job.sets else "rows of sparse embeddings" if has_tables(job) else ""
         if reference is not None and what:
-            row = Row("losses", SKIPPED, why=f"the reference has no {what}")
-            return _Trial(job, run.plan, "nothing", [row], notes)
+            skipped = [Row("losses", SKIPPED, why=f"the reference has no {what}")]
+            return _Trial(job, run.plan, "nothing", skipped, notes)
         if reference is not None:
             pieces = _in_pieces(job, strategy, run.plan)
             if pieces is not job and self._plain(job, (1,)).changes:
@@ -297,7 +297,8 @@ class _Session:
 
     def _asynchronous(self, job: Job, strategy: Strategy, run: Run, tolerance: Tolerance) -> _Trial:
         """Replays the recorded order of pushes in one process, and compares one worker with the plain loop."""
-        rows, notes, words = [], [f"{strategy.name} differs from one device by definition: {_ASYNCHRONOUS}"], REPLAY
+        definition = DEFINITIONS.get(rule_of(strategy).name, _ASYNCHRONOUS if not strategy.lock_step else "it says so")
+        rows, notes, words = [], [f"{strategy.name} differs from one device by definition: {definition}"], REPLAY
         try:
             if self._train is not None:
                 raise UsageError("a replay has the usual loop, and this one is of your own")
@@ -305,7 +306,8 @@ class _Session:
             with keeping(job):
                 replayed = rehearse(job, strategy, from_run=run.run_dir, run_dir=directory).run
         except UsageError as error:
-            notes.append(f"its own order of pushes cannot be replayed: {error}")
+            notes.append(f"its own order cannot be replayed: {error}")
+            words = "nothing"
         else:
             other = Trained(losses=losses_of(replayed), model=tensors_in(replayed.model), metrics=replayed.metrics)
             rows = self._rows(job, strategy, run, other, tolerance, resumes=False)

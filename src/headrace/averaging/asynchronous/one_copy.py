@@ -30,6 +30,8 @@ class OneCopy(LocalStepsSync):
     `updater` makes this worker's own steps, with an optimizer's state of its own.
     """
 
+    own_optimizers = True
+
     def __init__(self, period: int, module: nn.Module, updater: Updater, group: ProcessGroup) -> None:
         self._period, self._updater, self._group = period, updater, group
         chosen = set(map(id, averaged_buffers(module)))
@@ -70,12 +72,8 @@ class OneCopy(LocalStepsSync):
         # There is one copy: it is at rest when all are here.
         self._group.barrier()
 
-    @property
-    def own_optimizer(self) -> bool:
-        return self._group.rank > 0
-
     def own(self) -> tuple[StatePiece, ...]:
-        return self._updater.state() if self.own_optimizer else ()
+        return self._updater.state() if self._group.rank else ()
 
     def load(self, pieces: Sequence[StatePiece], settings: Mapping[str, Any] | None) -> None:
         self._group.barrier()

@@ -49,8 +49,14 @@ class PairMixing(ParameterMixing):
         self._begin()
 
     @torch.no_grad()
-    def before_update(self, round_: int) -> None:
+    def adjust(self, round_: int, updated: bool) -> None:
         rank = self.group.rank
+        if updated:
+            # The next gradient is at what x is now; others may change x meanwhile.
+            self._show()
+            self._note()
+            self._locks.release(rank)
+            return
         other = self._partner(rank, round_)
         for number in sorted({rank, other}):
             self._locks.take(number)
@@ -62,13 +68,6 @@ class PairMixing(ParameterMixing):
             self.mix_with(other)
             self._locks.release(other)
         self._take()
-
-    @torch.no_grad()
-    def after_update(self, round_: int) -> None:
-        # The next gradient is at what x is now; others may change x meanwhile.
-        self._show()
-        self._note()
-        self._locks.release(self.group.rank)
 
     def mix(self, round_: int) -> None:
         """All do not mix at once."""
