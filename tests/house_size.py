@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 130_563
+LINES = 132_473
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_030
 """Of the files that docs/architecture.md names as the core."""
 
 CLOSURES = {
-    "data": 920,
-    "data.loading.loader": 6_610,
-    "strategies.one_device": 10_200,
-    "strategies.mirrored": 11_400,
-    "strategies.central_storage": 13_470,
-    "worker.main": 20_840,
-    "engine.local.process": 22_540,
-    "parameter_server.core.shard": 1_250,
-    "serving.application": 4_140,
-    "api.fit": 34_280,
+    "data": 950,
+    "data.loading.loader": 6_830,
+    "strategies.one_device": 10_250,
+    "strategies.mirrored": 11_450,
+    "strategies.central_storage": 13_520,
+    "worker.main": 21_090,
+    "engine.local.process": 22_790,
+    "parameter_server.core.shard": 1_280,
+    "serving.application": 4_170,
+    "api.fit": 34_530,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 

@@ -109,3 +109,20 @@ LOCAL = {
         period=3,
     ),
 }
+
+# One iteration a batch: three, with curvature of other batches, overshoot, and magnify rounding 100,000 times.
+LBFGS = partial(torch.optim.LBFGS, max_iter=1, max_eval=5, history_size=10, line_search_fn="strong_wolfe")
+SANDBLASTER = Row(
+    hr.Sandblaster,
+    references.sandblaster,
+    servers=1,
+    optimizer=LBFGS,
+    leaves_out=frozenset({"partly-used", "statistics", "weighed"}),
+)
+
+IN_PROCESSES = {
+    "mlp": ("even", 2), "cnn": ("tiny", 3), "lstm": ("uneven", 2), "tied": ("tiny", 2), "idle": ("uneven", 3),
+    "buffers": ("even", 3), "partial": ("uneven", 2), "mean-cnn": ("tiny", 2), "clipped-cnn": ("uneven", 3),
+    "muon-one-matrix": ("even", 3), "nesterov-foreach": ("even", 3), "own-optimizer": ("uneven", 2),
+}  # fmt: skip
+"""Size and number of workers. In threads all strategies train each model; in processes mirrored and one other."""

@@ -26,7 +26,18 @@ from headrace.strategies import STRATEGIES
 from headrace.testing.strategies import CHECKS, DOUBLE, ROUNDS
 from headrace.testing.strategies import StrategyContract as Row
 from strategies import references
-from strategies.contract_kinds import AGGREGATED, GOSSIPS, HYBRIDS, LOCAL, MATRICES, PIPELINE, STATISTICS, TPU
+from strategies.contract_kinds import (
+    AGGREGATED,
+    GOSSIPS,
+    HYBRIDS,
+    IN_PROCESSES,
+    LOCAL,
+    MATRICES,
+    PIPELINE,
+    SANDBLASTER,
+    STATISTICS,
+    TPU,
+)
 from strategies.contract_models import (
     ADAM,
     BATCH,
@@ -43,11 +54,8 @@ from strategies.contract_models import (
 )
 from strategies.contract_runs import CLUSTER, GIGABYTE, MODEL, Outcome, by_hand, carried, distance, train
 
-# One iteration a batch: three, with curvature of other batches, overshoot, and magnify rounding 100,000 times.
-LBFGS = partial(torch.optim.LBFGS, max_iter=1, max_eval=5, history_size=10, line_search_fn="strong_wolfe")
-
 ROWS = {
-    # One worker: who reads what, the moment decides; of several see test_asynchronous_peers.py.
+    # Of one worker: which of several reads what, the moment decides.
     "ad_psgd": Row(partial(hr.ADPSGD, meet_every=3), many=(1, 1), leaves_out=frozenset({"options"})),
     "aggregated": Row(partial(hr.Aggregated, by="plain")),
     "central_storage": Row(hr.CentralStorage),
@@ -74,16 +82,9 @@ ROWS = {
     "mirrored": Row(hr.Mirrored),
     "one_device": Row(lambda workers: hr.OneDevice(), workers=(1,), many=(1, 1)),
     "parameter_averaging": Row(partial(hr.ParameterAveraging, period=3), references.local_sgd, period=3),
-    # In lock-step, see test_parameter_server.py.
     "parameter_server": Row(partial(hr.ParameterServer, staleness_bound=0), servers=1, leaves_out=STATISTICS),
     "pipeline": PIPELINE,
-    "sandblaster": Row(
-        hr.Sandblaster,
-        references.sandblaster,
-        servers=1,
-        optimizer=LBFGS,
-        leaves_out=frozenset({"partly-used", "statistics", "weighed"}),
-    ),
+    "sandblaster": SANDBLASTER,
     "tensor_parallel": Row(hr.TensorParallel, workers=(2,), many=(2, 3), replicas=lambda workers: 1, refuses=MATRICES),
     "tpu": TPU,
     "unconnected": Row(hr.Unconnected, references.unconnected),
@@ -99,7 +100,7 @@ KINDS = {
     "easgd": Row(partial(hr.EASGD, period=3), references.easgd, period=3, leaves_out=STATISTICS),
     "parameter_server-asynchronous": Row(hr.ParameterServer, many=(1, 1), servers=1, leaves_out=STATISTICS),
 }
-"""The rows, and strategies with other numbers, which have other references."""
+"""Strategies with other numbers have other references."""
 
 SINGLE = {"sgd": 1e-5, "adam": 1e-4}
 """How far N workers may be from one device in single precision; see `contract_runs.distance`."""
@@ -237,12 +238,6 @@ def test_a_loop_of_ones_own_is_one_device_too(name: str, workers: int, model: st
     assert_equal(outcome, on_one_device(case, "tiny", torch.float64, None), DOUBLE)
 
 
-IN_PROCESSES = {
-    "mlp": ("even", 2), "cnn": ("tiny", 3), "lstm": ("uneven", 2), "tied": ("tiny", 2), "idle": ("uneven", 3),
-    "buffers": ("even", 3), "partial": ("uneven", 2), "mean-cnn": ("tiny", 2), "clipped-cnn": ("uneven", 3),
-    "muon-one-matrix": ("even", 3), "nesterov-foreach": ("even", 3), "own-optimizer": ("uneven", 2),
-}  # fmt: skip
-"""Size and number of workers. In threads all strategies train each model; in processes mirrored and one other."""
 USUAL = {(model, SYNCHRONOUS[turn % len(SYNCHRONOUS)]) for turn, model in enumerate(IN_PROCESSES)}
 
 

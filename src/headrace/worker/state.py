@@ -30,7 +30,8 @@ from headrace.training.exchange import UpdatingExchange
 from headrace.training.optimizer import StatePiece
 from headrace.training.shared_buffers.batch_norm import averaged_buffers
 from headrace.training.shared_buffers.synced import average_by_weight
-from headrace.training.update import AVERAGE, PARAMETER
+from headrace.training.synchronization import PeriodicSync
+from headrace.training.update import AVERAGE, OURS, PARAMETER
 from headrace.trees import as_bytes
 from headrace.worker.attributes import drawn_of
 from headrace.worker.evaluations.early_stopping import EarlyStopper
