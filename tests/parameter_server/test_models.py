@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.errors import PeerLost, ServerRefused, UnknownName, UsageError
+from headrace.errors import PeerLost, Replaced, ServerRefused, UnknownName, UsageError
 from headrace.parameter_server import ModelClient, serve_model
 from headrace.parameter_server.core.events import Reason
 
@@ -146,6 +146,22 @@ def test_what_does_not_count_is_said() -> None:
         other[0].weight = nn.Parameter(torch.zeros(3, 4, dtype=torch.float64))
         with pytest.raises(ServerRefused, match=r"shard 0 is .*3, 4.* in the worker, .*4, 3.* on the server"):
             ModelClient(other, address)
+
+
+def test_of_two_with_one_number_the_later_goes_on() -> None:
+    with served(make(), workers=1) as address, ModelClient(make(), address) as first:
+        own = make()
+        with ModelClient(own, address) as second:
+            with pytest.raises(Replaced):
+                first.pull()
+            backward(own, 0, slice(0, 12))
+            assert second.push() is None
+
+
+@pytest.mark.parametrize(("worker", "place"), [(1, "{}"), (-1, "{}"), (0, "nowhere")])
+def test_a_worker_that_the_server_does_not_have_is_refused(worker: int, place: str) -> None:
+    with served(make(), workers=1) as address, pytest.raises(UsageError, match=f"worker={worker} of .* is none"):
+        ModelClient(make(), place.format(address), worker)
 
 
 def test_a_codec_is_that_of_both() -> None:

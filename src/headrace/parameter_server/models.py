@@ -6,6 +6,7 @@ import functools
 import itertools
 import secrets
 from collections.abc import Callable
+from time import monotonic_ns
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ def serve_model(
         held = [link.parameters(shard).view(place.dtype) for shard, place in enumerate(places)]
         for mine, place in zip(held, places, strict=True):
             mine.copy_(place)
-        ready(server.address)
+        ready(f"{workers}@{server.address}")
         server.serve(lambda: None)
         for mine, place in zip(held, places, strict=True):
             place.copy_(mine)
@@ -95,10 +96,11 @@ class ModelClient:
         patience_s: how long a connection that has ended is tried again.
 
     Raises:
-        UsageError: a parameter is not on the CPU or not contiguous.
+        UsageError: a parameter is not on the CPU or not contiguous, or the server has no worker of this number.
         ConnectionError: there is no server at the address, or its parameters or codec have other sizes.
         ServerRefused: the server has parameters of other names or shapes.
         PeerLost: the server has ended, or does not answer. From every method.
+        Replaced: another client has begun with this number. From every method.
     """
 
     def __init__(
@@ -111,12 +113,17 @@ class ModelClient:
         push_codec: str = "plain",
         patience_s: float = 10.0,
     ) -> None:
+        workers, _, place = address.partition("@")
+        if not (workers.isdecimal() and 0 <= worker < int(workers)):
+            raise UsageError(f"worker={worker} of {address[:60]!r} is none; number {workers} workers from 0")
         layout, places = _layout(model, push_codec)
         self._parameters = _trained(model)
         pushes = Slots(()) if observes else layout.push_slots
-        open_one = functools.partial(open_client_transport, address, layout, pushes)
+        open_one = functools.partial(open_client_transport, place, layout, pushes)
         connection = ServerConnection(open_one(), layout, places, reopen=open_one, patience_s=patience_s)
-        self._client = Client([connection], worker, observes=observes)
+        # Of two with one number the later goes on; without an order they would take turns for ever.
+        who = (-1, 0) if observes else (worker, monotonic_ns())
+        self._client = Client([connection], *who, observes=observes)
         self._leases = itertools.count(secrets.randbits(_LEASE_BITS))
         self.pull()
 
