@@ -7,7 +7,7 @@ from house import PACKAGE, Modules
 LINES = 132_473
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
-CORE = 15_030
+CORE = 15_036
 """Of the files that docs/architecture.md names as the core."""
 
 CLOSURES = {
