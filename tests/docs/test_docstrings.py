@@ -46,9 +46,13 @@ def docstring(name: str) -> str:
     value = NAMES[name]
     if not isinstance(value, functools.partial):
         return inspect.getdoc(value) or ""
-    body = ast.parse(inspect.getsource(sys.modules[value.func.__module__])).body
+    own = name.rpartition(".")[2]
+    home = next(
+        each for path, each in sys.modules.items() if path.startswith("headrace.strategies.") and own in vars(each)
+    )
+    body = ast.parse(inspect.getsource(home)).body
     for assigned, below in itertools.pairwise(body):
-        if isinstance(assigned, ast.AnnAssign) and ast.unparse(assigned.target) == name.rpartition(".")[2]:
+        if isinstance(assigned, ast.AnnAssign) and ast.unparse(assigned.target) == own:
             assert isinstance(below, ast.Expr)
             return inspect.cleandoc(ast.literal_eval(below.value))
     return ""

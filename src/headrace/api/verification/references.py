@@ -17,6 +17,7 @@ from headrace.api.verification.plain_worker import pieces_of
 from headrace.api.verification.recording import (
     Trained,
     Workers,
+    adopt_averages,
     examine,
     own_objective,
     tensors_in,
@@ -267,6 +268,7 @@ def aggregated(strategy: Aggregated, job: Job, build: Callable[[], nn.Module], s
 
     for done in copies.rounds(combine):
         copies.note(done, copies.models[0])
+    adopt_averages(copies.loops[:1])
     return copies.result(copies.models[0])
 
 
