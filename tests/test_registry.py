@@ -30,6 +30,8 @@ class Alone(Strategy):
     plan, replica = OneDevice.plan, OneDevice.replica
     threads: int | None = None
 number = 3
+class Unfinished(Strategy):
+    equals_one_device = True
 """
 
 
@@ -164,7 +166,7 @@ def test_what_is_in_a_file_or_a_module_is_found_by_its_place(mine: Path) -> None
             "your.py:Alone",
             r"your\.py:Alone cannot be loaded: there is no 'your\.py' here; write it as file",
         ),
-        ("mine.py:Lone", r"no name 'Lone' in mine\.py, which defines Alone, Downwards, Halved"),
+        ("mine.py:Lone", r"no name 'Lone' in mine\.py, which defines Alone, Downwards, Halved, Unfinished"),
         ("mine.py:", "no name '' in mine.py, which defines"),
         (":Alone", ":Alone cannot be loaded: there is no '' here; write it as"),
         ("no_such_module:Alone", "cannot be loaded: there is no 'no_such_module' here; write it as"),
@@ -175,6 +177,10 @@ def test_what_is_in_a_file_or_a_module_is_found_by_its_place(mine: Path) -> None
         ("imports.py:Alone", "cannot be loaded: ModuleNotFoundError: No module named 'not_there'; mend imports.py"),
         ("mine.py:Halved", "mine.py:Halved is <class .*Halved'>, and must be a subclass of .*Strategy"),
         ("mine.py:number", "mine.py:number is 3, and must be a subclass of"),
+        (
+            "mine.py:Unfinished",
+            "Unfinished lacks name, plan, replica, which each Strategy has; write it in",
+        ),
     ],
 )
 def test_a_place_with_nothing_of_the_kind_is_an_error_that_says_so(mine: Path, place: str, said: str) -> None:
@@ -184,6 +190,15 @@ def test_a_place_with_nothing_of_the_kind_is_an_error_that_says_so(mine: Path, p
     with pytest.raises(UsageError, match=said):
         resolve(place)
     assert not [name for name in sys.modules if name.endswith(("_syntax", "_exits", "_raises", "_imports"))]
+
+
+def test_a_codec_of_a_file_is_made_without_values_or_refused(mine: Path) -> None:
+    code = "from headrace.transport.codec import Plain\nclass Scaled(Plain):\n    def __init__(self, scale): ...\n"
+    mine.with_name("scaled.py").write_text(code)
+    with pytest.raises(
+        UsageError, match=r"scaled\.py:Scaled cannot be made without values: .*'scale'; give them defaults"
+    ):
+        CODECS["scaled.py:Scaled"]
 
 
 def test_workers_get_what_a_file_has_and_need_not_find_it(mine: Path) -> None:

@@ -88,7 +88,15 @@ class Registry(Mapping[str, T]):
             return thing
         base = imported(self._base)
         if isinstance(thing, type) and issubclass(thing, base):
-            return thing() if self._made else thing
+            said = {each for each, kind in vars(base).get("__annotations__", {}).items() if "ClassVar" in str(kind)}
+            lacking = {*getattr(thing, "__abstractmethods__", ()), *(said - {*dir(thing)})}
+            if lacking:
+                what = f"{', '.join(sorted(lacking))}, which each {base.__name__} has"
+                raise UsageError(f"{name} lacks {what}; write it in {thing.__name__}")
+            try:
+                return thing() if self._made else thing
+            except TypeError as error:
+                raise UsageError(f"{name} cannot be made without values: {error}; give them defaults") from error
         if self._made and isinstance(thing, base):
             return thing
         raise UsageError(f"{name} is {thing!r:.100}, and must be a subclass of {base.__module__}.{base.__name__}")

@@ -57,3 +57,9 @@ def test_a_list_is_cut_at_its_own_commas() -> None:
     assert split_calls(text) == ["one_device", "downpour(push_every=2, fetch_every=3)", "x(a='b,(c', d=(1, [2, 3]))"]
     assert split_calls("x(a=[1, 2]),y") == ["x(a=[1, 2])", "y"]
     assert split_calls("a,,b") == ["a", "", "b"]
+
+
+def test_a_place_within_a_call_takes_quotes() -> None:
+    assert parse_call("hybrid('mine.py:Ours(workers=2)', pipeline(2))").values[0] == "mine.py:Ours(workers=2)"
+    with pytest.raises(UsageError, match=r", and a place within it as 'file\.py:Name\(\.\.\.\)'"):
+        parse_call("hybrid(mine.py:Ours(workers=2), pipeline(2))")

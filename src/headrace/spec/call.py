@@ -32,9 +32,9 @@ def parse_call(text: str) -> Call:
         return _call(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError):
         # The parser's own message does not name the remedy.
-        raise UsageError(
-            f"{text!r} is not a name with options: write it as {name.strip() or 'name'}(option=value, other='text')"
-        ) from None
+        remedy = f"write it as {name.strip() or 'name'}(option=value, other='text')"
+        place = ", and a place within it as 'file.py:Name(...)'" * (".py:" in text[len(name) :])
+        raise UsageError(f"{text!r} is not a name with options: {remedy}{place}") from None
 
 
 def _call(node: ast.expr) -> Call:

@@ -231,16 +231,17 @@ class _Session:
         job = replace(join_loss(job, strategy.whole_model), weights=None, callbacks=())
         if not isinstance(job.model, nn.Module):
             # What a constructor draws from the system is another thing whenever it is built: all get the first one's.
-            job = replace(job, model=SameBuild(job.model))
-            make_module(job)
+            make_module(job := replace(job, model=SameBuild(job.model)))
         if strategy.equals_one_device:
             return self._beside_plain(job, strategy, tolerance)
         reference = reference_of(rule_of(strategy)) if self._train is None else None
         run = self._run(job, strategy)
         what = "turns of sets of parameters" if job.sets else "rows of sparse embeddings" if has_tables(job) else ""
-        if reference is not None and what:
-            skipped = [Row("losses", SKIPPED, why=f"the reference has no {what}")]
-            return _Trial(job, run.plan, "nothing", skipped, notes)
+        lacks = f"the reference has no {what}" if reference is not None and what else ""
+        if reference is None and self._train is None and not strategy.processes().servers:
+            lacks = "headrace has no plain loop of it; write one, and give it to headrace.testing.check_strategy"
+        if lacks:
+            return _Trial(job, run.plan, "nothing", [Row("losses", SKIPPED, why=lacks)], notes)
         if reference is not None:
             pieces = _in_pieces(job, strategy, run.plan)
             if pieces is not job and self._plain(job, (1,)).changes:
@@ -249,10 +250,9 @@ class _Session:
                 pieces = job
             with keeping(job):
                 own = reference(pieces, partial(build_module, job), run.plan.shares)
-            rows = self._rows(job, strategy, run, own, tolerance)
             definition = DEFINITIONS[rule_of(strategy).name]
             notes.append(f"{strategy.name} differs from one device by definition: {definition}")
-            return _Trial(job, run.plan, OWN, rows, notes)
+            return _Trial(job, run.plan, OWN, self._rows(job, strategy, run, own, tolerance), notes)
         return self._asynchronous(job, strategy, run, tolerance)
 
     def _beside_plain(self, job: Job, strategy: Strategy, tolerance: Tolerance) -> _Trial:
