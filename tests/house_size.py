@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 132_482
+LINES = 132_490
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_036
 """Of the files that docs/architecture.md names as the core."""
 
 CLOSURES = {
-    "data": 950,
-    "data.loading.loader": 6_830,
-    "strategies.one_device": 10_250,
-    "strategies.mirrored": 11_450,
-    "strategies.central_storage": 13_520,
-    "worker.main": 21_090,
-    "engine.local.process": 22_790,
+    "data": 960,
+    "data.loading.loader": 6_840,
+    "strategies.one_device": 10_260,
+    "strategies.mirrored": 11_460,
+    "strategies.central_storage": 13_530,
+    "worker.main": 21_100,
+    "engine.local.process": 22_800,
     "parameter_server.core.shard": 1_280,
     "serving.application": 4_170,
-    "api.fit": 34_530,
+    "api.fit": 34_540,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 
