@@ -16,7 +16,7 @@ from table import ROWS
 from tasks import TASKS
 
 import headrace as hr
-from headrace.errors import HeadraceError, NonFiniteGradient, NonFiniteLoss
+from headrace.errors import HeadraceError, InfeasiblePlan, JobError, NonFiniteGradient, NonFiniteLoss, UsageError
 from headrace.report.model.events import read_log
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import Evaluated, WorkerEnded
@@ -106,7 +106,7 @@ def train(asked: Asked) -> Cell:
             _run(cell, job, strategy, directory)
         except (NonFiniteLoss, NonFiniteGradient) as error:
             cell.kind, cell.why = "diverged", str(error)
-        except HeadraceError as error:
+        except (InfeasiblePlan, JobError, UsageError) as error:
             cell.kind, cell.why = "refused", str(error)
     return cell
 

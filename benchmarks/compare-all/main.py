@@ -38,9 +38,9 @@ def tuning() -> Iterator[Asked]:
             workers = min(row.workers, key=lambda count: abs(count - TUNING_WORKERS))
             equal = hr.strategies.resolve(text_of(name, workers), workers).equals_one_device
             if name == "one device" or not equal:
-                rates = (1.0,) if row.job else RATES
+                rates = (1.0,) if row.job == "lbfgs" else RATES
                 for rate in rates:
-                    yield Asked(task, name, workers, TUNING_SEED, TASKS[task].rate * row.factor * rate)
+                    yield Asked(task, name, workers, TUNING_SEED, TASKS[task].rate * row.factor_of(task) * rate)
 
 
 def reported(store: Store) -> Iterator[Asked]:
@@ -91,7 +91,7 @@ def quick(only: str) -> None:
     """Trains every row once, shortly, with two workers on characters, and stores nothing."""
     task = only.partition("/")[0] if only else "lstm"
     asked = [
-        Asked(task, name, min(2, max(ROWS[name].workers)), SEEDS[0], TASKS[task].rate * ROWS[name].factor,
+        Asked(task, name, min(2, max(ROWS[name].workers)), SEEDS[0], TASKS[task].rate * ROWS[name].factor_of(task),
               QUICK_ROUNDS)
         for name in rows_of(task)
     ]  # fmt: skip

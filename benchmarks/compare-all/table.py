@@ -20,17 +20,23 @@ class Row:
 
     Attributes:
         text: as on the command line; `{half}` stands for half of the workers.
-        factor: of the task's learning rate, around which its three rates lie.
+        factor: of the task's learning rate, around which its three rates lie; by task where they differ.
         workers: numbers that it is trained with.
-        job: what of the job is the strategy's own, of `tasks.Changes`.
+        tasks: those that it is trained on.
+        job: what of the job is the strategy's own: "lbfgs", its optimizer, or "skewed", whose examples a worker has.
         idea: what it is, in a few words.
     """
 
     text: str
     idea: str
-    factor: float = 1.0
+    factor: float | Mapping[str, float] = 1.0
     workers: tuple[int, ...] = WORKERS
+    tasks: tuple[str, ...] = ("cnn", "lstm", "gpt")
     job: str = ""
+
+    def factor_of(self, task: str) -> float:
+        """Returns the factor of a task."""
+        return self.factor if isinstance(self.factor, float) else self.factor.get(task, 1.0)
 
 
 ROWS: Mapping[str, Row] = {
@@ -54,10 +60,22 @@ ROWS: Mapping[str, Row] = {
     "Sandblaster": Row("sandblaster", "L-BFGS on servers", job="lbfgs"),
     "local SGD, 5": Row("local_sgd(period=5)", "mean of the parameters every 5 rounds"),
     "local SGD, 20": Row("local_sgd(period=20)", "every 20 rounds"),
-    "local SGD, 20, state": Row("local_sgd(period=20, average_optimizer_state=True)", "their optimizers' state, too"),
+    "local Adam, 20": Row("local_adam(period=20)", "the optimizers' state averaged, too"),
     "averaging by a server": Row("parameter_averaging(period=20, via='server')", "the same through a server"),
     "DiLoCo, 20": Row("diloco(period=20)", "an outer step with Nesterov's momentum"),
     "EASGD, 20": Row("easgd(period=20)", "workers and their centre attract each other"),
+    "SlowMo, 20": Row("parameter_averaging(period=20, outer='slow_mo')", "slow momentum in units of the learning rate"),
+    "FedAvg, 5": Row("fed_avg", "a new optimizer after every mean"),
+    "FedAvg, skewed": Row("fed_avg", "20 clients of few classes", tasks=("cnn",), job="skewed"),
+    "FedProx, skewed": Row("fed_prox(proximal=0.1)", "held near where they began", tasks=("cnn",), job="skewed"),
+    "FedAdam, skewed": Row("fed_avg(outer='fed_adam')", "Adam on the server", tasks=("cnn",), job="skewed"),
+    "PowerSGD, rank 2": Row("aggregated(by='power_sgd(rank=2)')", "gradients as two thin matrices"),
+    "top-k, 1 %": Row("aggregated(by='top_k(share=0.01)')", "the largest elements of the gradients"),
+    "signSGD": Row("aggregated(by='sign_sgd')", "one bit an element, and the majority", factor={"cnn": 1 / 60}),
+    "gradients, int8": Row("aggregated(by='int8')", "gradients in 8 bits, with error feedback"),
+    "trimmed mean": Row("aggregated(by='trimmed_mean')", "without the extremes of each element", workers=(4, 8)),
+    "AD-PSGD": Row("ad_psgd(meet_every=20)", "mean with one other worker, asynchronously"),
+    "Hogwild": Row("hogwild(meet_every=20)", "one copy of the parameters, no locks"),
     "gossip, ring": Row("gossip", "mean with two neighbours in every round"),
     "gossip, random": Row("gossip(topology='random')", "mean with one other worker, drawn anew"),
     "unconnected": Row("unconnected", "each on its share alone: the floor"),
@@ -74,7 +92,7 @@ MIXTURE_ROWS = ("one device", "mirrored", "expert parallel")
 """Of the task that has experts: it is there for `expert_parallel`."""
 
 DRAWN = (
-    "one device", "mirrored", "servers, asynchronous", "Downpour, local optimizer", "local SGD, 20", "DiLoCo, 20",
+    "one device", "mirrored", "servers, asynchronous", "Downpour, local optimizer", "local SGD, 20", "top-k, 1 %",
     "gossip, ring", "unconnected",
 )  # fmt: skip
 """Rows of the pictures, at most eight: as many as there are colours."""
@@ -83,4 +101,4 @@ DRAWN_WORKERS = 8
 
 def rows_of(task: str) -> tuple[str, ...]:
     """Returns the names of the rows that are trained on a task."""
-    return MIXTURE_ROWS if task == "mixture" else tuple(ROWS)
+    return MIXTURE_ROWS if task == "mixture" else tuple(name for name, row in ROWS.items() if task in row.tasks)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ GPT = Shape(layers=2, width=64, hidden=128, heads=4, kv_heads=2)
 EXPERTS, CHOSEN = 8, 2
 EVERY = 20
 """Rounds between evaluations. They are sync points of asynchronous workers, so that all periods divide this."""
+CLIENTS, ALPHA, CLIENT_ROUNDS = 20, 0.3, 5
+"""Clients whose classes are drawn with a concentration, each of whom has its turn for so many rounds."""
 LBFGS_BATCHES = 10
 """Batches of the others in one of L-BFGS's."""
 
@@ -56,7 +59,9 @@ class Task:
     classifies: bool = False
 
     def job(self, seed: int, rate: float, changes: str = "", rounds: int | None = None) -> hr.Job:
-        """Returns the job; `changes` is "lbfgs" for another optimizer, on as many examples in larger batches."""
+        """Returns the job; `changes` is "lbfgs" for another optimizer, on as many examples in larger batches, or
+        "skewed" for examples that each worker has of one client, of few classes.
+        """
         rounds, batch, every = rounds or self.rounds, self.batch, EVERY
         optimizer = functools.partial(self.optimizer, lr=rate)
         if changes == "lbfgs":
@@ -67,13 +72,17 @@ class Task:
         train, test = self.data()
         examples = self.rounds * self.batch
         # As many as the run takes, so that none comes twice.
+        data: Any = (train[0][:examples], train[1][:examples])
+        if changes == "skewed":
+            clients = hr.data.dirichlet(data[1], clients=CLIENTS, alpha=ALPHA)
+            data = hr.data.by_client(hr.data.from_arrays(*data), clients, rounds=CLIENT_ROUNDS)
         return hr.Job(
             model=self.model,
             task=hr.tasks.multiclass(10) if self.classifies else None,
             loss=None if self.classifies else next_character,
             metrics=None if self.classifies else {"accuracy": accuracy},
             optimizer=optimizer,
-            data=(train[0][:examples], train[1][:examples]),
+            data=data,
             eval_data=test,
             global_batch_size=batch,
             steps=rounds,

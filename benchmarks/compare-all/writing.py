@@ -146,7 +146,7 @@ def _by_workers(figures: Figures, task: str) -> str:
             ]
         text = text_of(row, MOST).replace("|", "\\|")
         tried = f"{rate:.3g} ({'end' if at_end else 'middle'})" if figures.is_tuned(task, row) else f"{rate:.3g}"
-        tried = "line search" if ROWS[row].job else tried
+        tried = "line search" if ROWS[row].job == "lbfgs" else tried
         lines.append(f"| {row} | {ROWS[row].idea} | `{text}` | {tried} | {' | '.join(columns)} |")
     return "\n".join(lines)
 

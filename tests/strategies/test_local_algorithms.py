@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
+from headrace.averaging.outer_steps import OUTER_STEPS
 from headrace.errors import UsageError
 from strategies import references
 from strategies.contract_models import COUNTS, MODELS, Case, dense
@@ -135,6 +136,10 @@ def test_verify_knows_them(strategy: hr.Strategy) -> None:
 def test_what_cannot_be_had_together_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         hr.ParameterAveraging(2, **options)
+
+
+def test_every_outer_step_is_made_by_its_name() -> None:
+    assert [name for name in OUTER_STEPS if not isinstance(OUTER_STEPS[name], hr.OuterStep)] == []
 
 
 def test_groups_of_several_rates_are_refused_by_slow_momentum() -> None:

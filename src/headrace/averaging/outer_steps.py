@@ -323,7 +323,7 @@ ELASTIC, MEAN, MOMENTUM, NESTEROV = Elastic(), MeanStep(), Momentum(), Nesterov(
 FED_ADAGRAD, FED_ADAM, FED_YOGI = FedAdagrad(), FedAdam(), FedYogi()
 OUTER_STEPS: Registry[OuterStep] = Registry(
     "headrace.outer_steps",
-    {"slow_mo": "headrace.averaging.slow_mo:SlowMo"}
+    {"slow_mo": "headrace.averaging.slow_mo:SLOW_MO"}
     | {
         name: f"{__name__}:{constant}"
         for name, constant in {

@@ -60,3 +60,6 @@ class SlowMo(AnchoredStep):
         if rate:
             velocity.add_(gradient, alpha=1 / rate)
             anchor.sub_(velocity, alpha=self.lr * rate)
+
+
+SLOW_MO = SlowMo()
