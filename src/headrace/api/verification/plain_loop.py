@@ -30,7 +30,6 @@ class PlainLoop:
         self.schedule = self.options.schedule(self.optimizer) if self.options.schedule else None
         self.schedule_every = epoch if self.options.schedule_every == "epoch" else 1
         self.done, self.loss, self.weight, self.averages = 0, torch.zeros(()), 0.0, dict[str, Tensor]()
-        self.rate = 0.0
 
     def begin(self, pieces: Sequence[tuple[int, Share]]) -> None:
         self.pieces, self.loss, self.weight = pieces, torch.zeros(()), 0.0
@@ -70,7 +69,6 @@ class PlainLoop:
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] *= min(1.0, self.done / max(1, self.options.warmup))
-        self.rate = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate

@@ -49,6 +49,7 @@ class Copies:
     Attributes:
         models, loops: of each worker.
         weights: of each worker's part of the current round's loss: its examples, or what an `hr.Mean` says.
+        rate: the learning rate of the current round's updates.
     """
 
     def __init__(self, job: Job, build: Callable[[], nn.Module], shares: Sequence[int]) -> None:
@@ -65,7 +66,7 @@ class Copies:
         self._shares = zip(*(loader.rounds(0, job.steps) for loader in loaders), strict=True)
         self.mean = copy_module(self.models[0])
         self.recording.rounds[0] = tensors_of(self.mean)
-        self.weights = [0.0] * len(shares)
+        self.weights, self.rate = [0.0] * len(shares), 0.0
 
     def rounds(self, mixed: Callable[[int], None] = lambda done: None) -> Iterator[int]:
         """Does every worker's step of each round; yields how many rounds are done.
@@ -78,6 +79,9 @@ class Copies:
                 loop.begin(pieces_of([share], self._job.options.accumulate))
             for loop in active:
                 loop.differentiate()
+            self.rate = self.loops[0].optimizer.param_groups[0]["lr"] * min(
+                1.0, done / max(1, self._job.options.warmup)
+            )
             mixed(done)
             for loop in active:
                 loop.update()
@@ -186,7 +190,7 @@ def _by_itself(outer: OuterStep, center: nn.Module) -> Callable[[Copies], None]:
     @torch.no_grad()
     def move(copies: Copies) -> None:
         every = zip(*map(nn.Module.parameters, [center, copies.mean, *copies.models]), strict=True)
-        now = outer.at_rate(copies.loops[0].rate)
+        now = outer.at_rate(copies.rate)
         for state, (pulled, mean, *own) in zip(kept, every, strict=True):
             pulled.copy_(now.model(state, mean))
             now.step(state, mean, own, len(own))

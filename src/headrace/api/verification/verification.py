@@ -47,8 +47,8 @@ class Verification:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs but what differs by definition."""
-        return not self.differences
+        """Whether something was compared, and nothing differs but what differs by definition."""
+        return not self.differences and any(row.verdict != SKIPPED for row in self.rows)
 
     @property
     def differences(self) -> tuple[Row, ...]:
