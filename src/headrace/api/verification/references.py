@@ -28,7 +28,7 @@ from headrace.checkpoint.forms import extra_states, load_extra_states
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data.given import as_pipeline
 from headrace.data.loading.loader import Loader
-from headrace.modules import copy_module
+from headrace.modules import copy_module, frozen_until
 from headrace.spec.job import Job
 from headrace.strategies import Aggregated, Gossip, ParameterAveraging, Strategy
 from headrace.strategies.gossip import neighbours
@@ -96,6 +96,13 @@ class Copies:
             for target, *every in zip(*map(nn.Module.parameters, [self.mean, *self.models]), strict=True):
                 weighted = sum(w * each for w, each in zip(weights, every, strict=True)) / sum(weights)
                 target.copy_(rule.mean(every, weights) if rule else weighted)
+        self.average_buffers(self.mean)
+
+    @torch.no_grad()
+    def take(self, model: nn.Module) -> None:
+        """Puts a worker's parameters into `mean`, with the mean of all workers' running statistics."""
+        for target, source in zip(self.mean.parameters(), model.parameters(), strict=True):
+            target.copy_(source)
         self.average_buffers(self.mean)
 
     @torch.no_grad()
@@ -258,9 +265,9 @@ def aggregated(strategy: Aggregated, job: Job, build: Callable[[], nn.Module], s
     def combine(done: int) -> None:
         total = sum(loop.weight for loop in copies.loops) or 1.0
         parts = [loop.weight / total for loop in copies.loops]
-        present = [
-            name for name in states[0] if any(model.get_parameter(name).grad is not None for model in copies.models)
-        ]
+        until, epoch = frozen_until(copies.models[0]), copies.loops[0].pieces[0][1].epoch
+        trained = [name for name in states[0] if until.get(name, 0) <= epoch]
+        present = [name for name in trained if any(each.get_parameter(name).grad is not None for each in copies.models)]
         with ThreadPoolExecutor(len(shares)) as pool:
             made = list(pool.map(lambda rank: aggregate(rank, present, parts), range(len(shares))))
         for loop, gradients in zip(copies.loops, made, strict=True):
@@ -271,9 +278,11 @@ def aggregated(strategy: Aggregated, job: Job, build: Callable[[], nn.Module], s
                 loop.update()
 
     for done in copies.rounds(combine):
-        copies.note(done, copies.models[0])
+        copies.take(copies.models[0])
+        copies.note(done, copies.mean)
     adopt_averages(copies.loops[:1])
-    return copies.result(copies.models[0])
+    copies.take(copies.models[0])
+    return copies.result(copies.mean)
 
 
 def unconnected(strategy: Strategy, job: Job, build: Callable[[], nn.Module], shares: Sequence[int]) -> Trained:

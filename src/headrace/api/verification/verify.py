@@ -238,7 +238,8 @@ class _Session:
         run = self._run(job, strategy)
         what = "turns of sets of parameters" if job.sets else "rows of sparse embeddings" if has_tables(job) else ""
         lacks = f"the reference has no {what}" if reference is not None and what else ""
-        if reference is None and self._train is None and not strategy.processes().servers:
+        defined = reference or self._train or strategy.processes().servers or one_worker(strategy)
+        if not defined:
             lacks = "headrace has no plain loop of it; write one, and give it to headrace.testing.check_strategy"
         if lacks:
             return _Trial(job, run.plan, "nothing", [Row("losses", SKIPPED, why=lacks)], notes)
@@ -311,8 +312,7 @@ class _Session:
         else:
             other = Trained(losses=losses_of(replayed), model=tensors_in(replayed.model), metrics=replayed.metrics)
             rows = self._rows(job, strategy, run, other, tolerance, resumes=False)
-        one = one_worker(strategy)
-        if one is None:
+        if (one := one_worker(strategy)) is None:
             rows = rows or [Row("losses", SKIPPED, why="there is no reference for these options")]
         else:
             single = self._beside_plain(job, one, tolerance)
