@@ -198,6 +198,10 @@ class Grows(SignsWithFeedback):
         return workers.sum(gradients)
 
 
+class SharesNothing(SignsWithFeedback):
+    own_state, common_state = (), ("residual",)
+
+
 class Disagrees(hr.GradientAggregation):
     def aggregate(self, gradients: Any, state: Any, workers: Any) -> list[Tensor]:
         return [each * (1 + workers.rank) for each in workers.sum(gradients)]
@@ -211,12 +215,16 @@ class Disagrees(hr.GradientAggregation):
         (Divides(), "made gradients that are not finite of gradients that are"),
         (Grows(), "has changed the names or shapes of its state"),
         (Disagrees(), "after 1 round"),
+        (
+            SharesNothing(),
+            r"'residual' is the same on all workers \(common_state\), and that of rank 1 is not rank 0's",
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_wrong_rule_is_named(rule: hr.GradientAggregation, message: str) -> None:
+def test_a_wrong_rule_is_named(rule: hr.GradientAggregation, message: str, tmp_path: Path) -> None:
     with pytest.raises(HeadraceError, match=f"(?s){message}"):
-        hr.fit(MLP.job(COUNTS["even"]), hr.Aggregated(2, by=rule), engine=THREADS)
+        hr.fit(MLP.job(COUNTS["even"]), hr.Aggregated(2, by=rule), engine=THREADS, run_dir=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ class AggregatingExchange(UpdatingExchange):
         parameter_bytes: int,
     ) -> None:
         self.updater, self.parameter_bytes = updater, parameter_bytes
-        self._rule, self._named, self._options, self._workers = rule, named, options, workers
+        self._rule, self._named, self._options, self._workers, self._group = rule, named, options, workers, group
         # What is clipped is the same on all workers, so that each clips for itself.
         self._checker = GradientClipper(replace(options, clip_norm=None, clip_value=None), group)
         self._used = UsedParameters(group, len(named))
@@ -89,6 +89,7 @@ class AggregatingExchange(UpdatingExchange):
         return decision
 
     def state(self) -> tuple[StatePiece, ...]:
+        self._require_common()
         return (*super().state(), *self._pieces(self._rule.common_state))
 
     def own(self) -> tuple[StatePiece, ...]:
@@ -127,6 +128,18 @@ class AggregatingExchange(UpdatingExchange):
                 f"{rule}.aggregate() made gradients that are not finite of gradients that are; check what it divides by"
             )
         return made
+
+    def _require_common(self) -> None:
+        """Raises UsageError where what is saved once for all is not the same on all; every worker calls it."""
+        for name in self._rule.common_state:
+            kept = [each[name].double() for each in self._state.values()]
+            every = self._group.gather_numbers([float(sum(x.sum() for x in kept)), float(sum(x.norm() for x in kept))])
+            apart = [rank for rank, sums in enumerate(every) if sums != every[0]]
+            if apart:
+                raise UsageError(
+                    f"{type(self._rule).__name__} says that {name!r} is the same on all workers (common_state), and "
+                    f"that of rank {apart[0]} is not rank 0's; name it in own_state, and each worker has its own again"
+                )
 
     def _clip(self, parameters: Sequence[nn.Parameter]) -> None:
         if self._options.clip_value is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -19,6 +19,7 @@ class WorkerGroup:
     Attributes:
         rank, count: this worker's number, and how many there are.
         sent_bytes: payload that this worker has given to `sum` and `gather` so far.
+        idle: whether this worker has no example of this round's batch.
     """
 
     def __init__(self, collective: Collective, group: ProcessGroup, place: torch.device) -> None:
@@ -28,7 +29,15 @@ class WorkerGroup:
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns the sum over workers of each tensor, in new memory and the same bits on all; one operation a type."""
-        return self._flat(tensors, self._summed)
+        sums = list(tensors)
+        for dtype in dict.fromkeys(each.dtype for each in tensors):
+            chosen = [index for index, each in enumerate(tensors) if each.dtype == dtype]
+            total = torch.cat([tensors[index].reshape(-1) for index in chosen]).to(self._place)
+            self.sent_bytes += total.nbytes
+            self._collective.all_reduce(total)
+            for index, part in zip(chosen, total.split([tensors[index].numel() for index in chosen]), strict=True):
+                sums[index] = part.view(tensors[index].shape).to(tensors[index].device)
+        return sums
 
     def gather(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Returns every worker's tensors, by rank; each is of the same shape and type on all workers."""
@@ -49,21 +58,6 @@ class WorkerGroup:
         """Returns the ranks that have an example of this round's batch; the gradients of the others are 0."""
         every = self._group.gather_numbers([float(not self.idle)])
         return [rank for rank, (busy,) in enumerate(every) if busy]
-
-    def _summed(self, flat: Tensor) -> Tensor:
-        total = flat.to(self._place)
-        self.sent_bytes += total.nbytes
-        self._collective.all_reduce(total)
-        return total.to(flat.device)
-
-    def _flat(self, tensors: Sequence[Tensor], exchange: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        results: dict[int, Tensor] = {}
-        for dtype in dict.fromkeys(each.dtype for each in tensors):
-            chosen = [index for index, each in enumerate(tensors) if each.dtype == dtype]
-            flat = torch.cat([tensors[index].reshape(-1) for index in chosen])
-            parts = exchange(flat).split([tensors[index].numel() for index in chosen])
-            results |= {index: part.view(tensors[index].shape) for index, part in zip(chosen, parts, strict=True)}
-        return [results[index] for index in range(len(tensors))]
 
 
 class GradientAggregation(ABC):
