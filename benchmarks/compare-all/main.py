@@ -19,7 +19,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from cell import SPREAD, Asked, Cell, text_of, train  # noqa: E402
 from harness import machine  # noqa: E402
 from store import Store  # noqa: E402
-from table import RATES, ROWS, SEEDS, TUNING_SEED, TUNING_WORKERS, rows_of  # noqa: E402
+from table import MOST_RATES, RATE_STEP, RATES_AT_FIRST, ROWS, SEEDS, TUNING_SEED, TUNING_WORKERS, rows_of  # noqa: E402
 from tasks import TASKS, images, unigram_entropy  # noqa: E402
 from writing import write  # noqa: E402
 
@@ -30,17 +30,24 @@ RESULTS = HERE / "results"
 QUICK_ROUNDS = 40
 
 
-def tuning() -> Iterator[Asked]:
-    """Yields the cells that choose learning rates: of one device, and of what does not equal it."""
+def tuning(store: Store) -> Iterator[Asked]:
+    """Yields the cells that choose learning rates: of one device, and of what does not equal it.
+
+    Where the best of those that are stored is the least or the greatest, the next one is tried, too.
+    """
     for task in TASKS:
         for name in rows_of(task):
             row = ROWS[name]
             workers = min(row.workers, key=lambda count: abs(count - TUNING_WORKERS))
             equal = hr.strategies.resolve(text_of(name, workers), workers).equals_one_device
-            if name == "one device" or not equal:
-                rates = (1.0,) if row.job == "lbfgs" else RATES
-                for rate in rates:
-                    yield Asked(task, name, workers, TUNING_SEED, TASKS[task].rate * row.factor_of(task) * rate)
+            if equal and name != "one device":
+                continue
+            rates = [TASKS[task].rate * row.factor_of(task) * RATE_STEP**place for place in (-1, 0, 1)]
+            tried, best = store.rates(task, name), store.best_rate(task, name)
+            if best is not None and RATES_AT_FIRST <= len(tried) < MOST_RATES:
+                rates += [best / RATE_STEP] * (best == tried[0]) + [best * RATE_STEP] * (best == tried[-1])
+            for rate in rates if row.job != "lbfgs" else rates[1:2]:
+                yield Asked(task, name, workers, TUNING_SEED, rate)
 
 
 def reported(store: Store) -> Iterator[Asked]:
@@ -57,8 +64,8 @@ def reported(store: Store) -> Iterator[Asked]:
                 yield from (Asked(task, name, workers, seed, rate) for workers in ROWS[name].workers for seed in seeds)
 
 
-def run(asked: Iterable[Asked], store: Store, only: str) -> None:
-    """Trains the cells that are not stored yet, two at a time, and stores each."""
+def run(asked: Iterable[Asked], store: Store, only: str) -> bool:
+    """Trains the cells that are not stored yet, two at a time, and stores each; returns whether there were some."""
     pattern = "/".join((*only.split("/"), "*", "*", "*")[:3])
     missing = [
         each for each in asked
@@ -76,6 +83,7 @@ def run(asked: Iterable[Asked], store: Store, only: str) -> None:
             # Else Ctrl-C would wait for all that are left.
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    return bool(missing)
 
 
 def line(cell: Cell) -> str:
@@ -128,7 +136,8 @@ def main() -> None:
     store = Store(RESULTS)
     if not arguments.write:
         images()  # fetched once, before processes would each do it
-        run(tuning(), store, arguments.only or "*")
+        while run(tuning(store), store, arguments.only or "*"):
+            pass  # until the best rate of each row has tried ones on both sides, or enough were tried
         run(reported(store), store, arguments.only or "*")
         store.sort()
         (RESULTS / "simulated.json").write_text(json.dumps(simulate_all(), indent=1) + "\n")

@@ -10,8 +10,9 @@ SOME = WORKERS[1:]
 SEEDS = (1, 2, 3)
 TUNING_SEED = 0
 TUNING_WORKERS = 4
-RATES = (1 / 3, 1.0, 3.0)
-"""Times the learning rate of the task, and times `factor` of the row: each strategy has the best of three."""
+RATE_STEP, RATES_AT_FIRST, MOST_RATES = 3.0, 3, 5
+"""Each strategy tries the learning rate of the task, times `factor` of its row, a third of it and three times it. While
+the best is the least or the greatest, it tries the next one: five at most."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Row:
 
     Attributes:
         text: as on the command line; `{half}` stands for half of the workers.
-        factor: of the task's learning rate, around which its three rates lie; by task where they differ.
+        factor: of the task's learning rate, in the middle of the first three that are tried; by task where they differ.
         workers: numbers that it is trained with.
         tasks: those that it is trained on.
         job: what of the job is the strategy's own: "lbfgs", its optimizer, or "skewed", whose examples a worker has.

@@ -13,7 +13,7 @@ from cell import text_of
 from figures import Figures
 from pictures import AXES, picture
 from store import Store
-from table import ELSEWHERE, RATES, ROWS, WORKERS, rows_of
+from table import ELSEWHERE, RATE_STEP, ROWS, WORKERS, rows_of
 from tasks import TASKS
 
 MOST = max(WORKERS)
@@ -94,7 +94,9 @@ def short_table(figures: Figures, task: str) -> str:
         cells = figures.trained(task, row, MOST)
         if not cells:
             continue
-        mark = "*" * (cells[0].kind == "trained") + "†" * cells[0].one_host
+        first, *_ = cells
+        mark = "*" * (first.kind == "trained") + "†" * (first.one_host and first.workers > 1)
+        mark += "‡" * bool(first.no_seconds)
         least, most = figures.band(task, row, MOST)
         between = f" ({_loss(least)} to {_loss(most)})" if len(figures.cells(task, row, MOST)) > 1 else " ="
         loss = f"{_loss(figures.loss(task, row, MOST))}{between}"
@@ -159,7 +161,7 @@ def _tasks(_: Figures) -> str:
         maker = task.optimizer.func if isinstance(task.optimizer, functools.partial) else task.optimizer
         options = dict(task.optimizer.keywords) if isinstance(task.optimizer, functools.partial) else {}
         optimizer = ", ".join([maker.__name__, *(f"{name} {value}" for name, value in options.items())])
-        rates = ", ".join(f"{task.rate * rate:.2g}" for rate in RATES)
+        rates = ", ".join(f"{task.rate * RATE_STEP**place:.2g}" for place in (-1, 0, 1))
         lines.append(f"| {task.title} | {size:,} parameters | {task.batch}, {task.rounds} | {optimizer} | {rates} |")
     return "\n".join(lines)
 

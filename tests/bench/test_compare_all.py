@@ -16,7 +16,7 @@ from headrace.spec.call import parse_call
 from headrace.strategies import SHORT_NAMES, STRATEGIES, resolve
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "compare-all"
-MODULES = ("table", "tasks", "cell", "store", "figures", "pictures", "writing")
+MODULES = ("table", "tasks", "cell", "store", "figures", "pictures", "writing", "main")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def parts() -> Iterator[SimpleNamespace]:
                 made[name] = importlib.import_module(name)
             yield SimpleNamespace(**made)
         finally:
-            for name in (*MODULES, "stdlib_text", "llama"):
+            for name in (*MODULES, "simulated", "harness", "stdlib_text", "llama"):
                 sys.modules.pop(name, None)
 
 
@@ -94,6 +94,29 @@ def test_an_interrupted_command_goes_on(parts: SimpleNamespace, tmp_path: Path) 
 def test_a_strategy_that_was_changed_in_the_table_is_trained_again(parts: SimpleNamespace, tmp_path: Path) -> None:
     parts.store.Store(tmp_path).add(dataclasses.replace(cell(parts), text="mirrored(overlap=False)"))
     assert not parts.store.Store(tmp_path).has(parts.cell.Asked("lstm", "mirrored", 2, 1, 0.02))
+
+
+def test_the_next_learning_rate_is_tried_where_the_best_has_none_beyond(parts: SimpleNamespace, tmp_path: Path) -> None:
+    store, middle = parts.store.Store(tmp_path), parts.tasks.TASKS["lstm"].rate
+
+    def asked() -> list[float]:
+        every = [each for each in parts.main.tuning(store) if (each.task, each.row) == ("lstm", "unconnected")]
+        return [each.rate / middle for each in every if not store.has(each)]
+
+    def tried(factor: float, loss: float) -> None:
+        known = cell(parts, "unconnected", workers=parts.table.TUNING_WORKERS, losses=[loss])
+        store.add(dataclasses.replace(known, seed=parts.table.TUNING_SEED, rate=middle * factor))
+
+    assert asked() == pytest.approx([1 / 3, 1, 3])
+    for factor, loss in ((1 / 3, 3.0), (1, 2.0), (3, 1.5)):
+        tried(factor, loss)
+    assert asked() == pytest.approx([9])
+    tried(9, 1.9)
+    assert asked() == []
+    tried(9, 1.4)
+    assert asked() == pytest.approx([27])
+    tried(27, 1.3)
+    assert asked() == []  # five are enough
 
 
 def test_a_target_is_reached_on_the_line_between_two_evaluations(parts: SimpleNamespace, tmp_path: Path) -> None:
