@@ -99,12 +99,12 @@ class Stage:
     status: str = "ok"
     said: str = ""
 
-    def play(self, run_dir: Path, strategy: str, on_event: Callable[[Event], None] | None) -> None:
+    def play(self, run_dir: Path, strategy: str, on_event: Sequence[Callable[[Event], None]] | None) -> None:
         events = run_events(strategy, status=self.status)
         write_run(run_dir, events)
         for event in [events[-1][0], *events[0], events[-1][1]]:
-            if on_event is not None:
-                on_event(event)
+            for take in on_event or ():
+                take(event)
         if self.said:
             print(self.said)  # noqa: T201 - a user's program that prints
         if self.error is not None:

@@ -14,10 +14,10 @@ from headrace.cli.options import (
     complete_strategy,
     default_run_dir,
     job_name,
+    listeners,
     saying_where,
     split_names,
     strategy_names,
-    tensorboards,
 )
 from headrace.engine.base import Terminated
 from headrace.errors import PeerLost, RunFailed, UnknownName, UsageError
@@ -122,8 +122,9 @@ def test_what_failed_before_it_began_has_no_files(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_tensorboard_gets_one_log_a_run(tmp_path: Path, events: Callable[..., dict[int, list[Event]]]) -> None:
     pytest.importorskip("tensorboard")
-    with tensorboards(tmp_path) as take:
-        assert take is not None
+    with listeners(tmp_path, None) as every:
+        assert every is not None
+        (take,) = every
         for script in (events("one_device", 1), events("mirrored", 2)):
             for event in [script[-1][0], *script[0], script[-1][1]]:
                 take(event)
@@ -134,5 +135,5 @@ def test_tensorboard_gets_one_log_a_run(tmp_path: Path, events: Callable[..., di
 
 
 def test_without_a_log_dir_no_events_are_read() -> None:
-    with tensorboards(None) as take:
-        assert take is None
+    with listeners(None, None) as every:
+        assert every is None

@@ -76,21 +76,20 @@ def test_nothing_outlives_it(tmp_path: Path, stopped: tuple[str, ...]) -> None:
     )
     assert launcher.stdout is not None
     everything: list[int] = []
+    workers: list[int] = []
 
     def all_are_there() -> bool:
-        # Readers begin anew in each epoch, so that some moments are without them.
+        # Readers begin anew in each epoch, so that some moments are without them, and one that ends may be seen again.
         everything[:] = below(launcher.pid)
-        return len(everything) >= 1 + 2 + 2 * 2
+        workers[:] = [pid for pid in everything[1:] if not ended(pid) and parent(pid) == everything[0]]
+        return len(everything) >= 1 + 2 + 2 * 2 and len(workers) == 2
 
     try:
         with launcher.stdout:
             assert launcher.stdout.readline() == "trains\n"
             assert until(all_are_there, 10), "each worker has a reader and a sleeper"
-            fork_server, *rest = everything
-            workers = [pid for pid in rest if not ended(pid) and parent(pid) == fork_server]
-            assert len(workers) == 2
             for name in stopped:
-                os.kill(fork_server if name == "fork server" else workers[0], signal.SIGSTOP)
+                os.kill(everything[0] if name == "fork server" else workers[0], signal.SIGSTOP)
     finally:
         launcher.kill()
         launcher.wait()

@@ -74,11 +74,6 @@ def test_adaptive_outer_steps_that_cannot_be_meant_are_refused(wrong: dict[str, 
         hr.FedAdam(**wrong)
 
 
-def test_an_adaptive_outer_step_does_not_run_on_servers() -> None:
-    with pytest.raises(UsageError, match=r"the outer step FedAdam.* is no optimizer"):
-        hr.ParameterAveraging(2, outer="fed_adam", via="server")
-
-
 @pytest.mark.parametrize("beta", [0, 1.5, True])
 def test_an_elastic_force_that_does_not_come_to_rest_is_refused(beta: float) -> None:
     with pytest.raises(UsageError, match="beta of an outer step must be a number above 0 and of at most 1"):

@@ -209,15 +209,16 @@ def test_the_seed_decides(strategy: hr.Strategy) -> None:
 
 
 def test_every_strategy_can_be_simulated() -> None:
-    """But for two: how often a line search computes the loss depends on data, for one."""
-    for name in (refused := ("sandblaster", "tpu")):
+    """But for those that say why: how often a line search computes the loss depends on data, for one."""
+    for name in (refused := ("ad_psgd", "aggregated", "hogwild", "sandblaster", "tpu")):
         with pytest.raises(UsageError, match=f"{name} cannot be simulated"):
-            run(STRATEGIES[name]())
+            run(STRATEGIES[name](), gpus(1, 4) if STRATEGIES[name].one_host else None)
     for strategy in (hr.ContextParallel(4), hr.ExpertParallel(4)):
         with pytest.raises(UsageError, match=r"the model's file does not say what goes to .*; profile the model"):
             run(strategy)
     chosen = {
         **{name: kind() for name, kind in STRATEGIES.items() if name not in ("hybrid", *refused)},
+        "signs": hr.Aggregated(4, by="sign_sgd"),
         "hybrid": hr.Hybrid(hr.Mirrored(workers=2), hr.Pipeline(stages=2)),
         "sharded replicas": hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2)),
         "sharded stages": hr.Hybrid(hr.FullySharded(2), hr.Pipeline(stages=2)),

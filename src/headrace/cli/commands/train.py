@@ -71,7 +71,7 @@ _EXAMPLES = """
   headrace train job.py --strategy mirrored --json | jq .metrics
   headrace train job.py --run-dir runs/a --checkpoint-every 100
   headrace train job.py --run-dir runs/a --resume
-  headrace train job.py --tracker "mine.py:Csv('numbers.csv')" --set job.metrics=mine.py:top5
+  headrace train job.py --tracker mine.py:Csv --set job.metrics=mine.py:top5
   headrace train job.py --cluster ray://auto --workers 8 --servers 2
 """
 
