@@ -19,6 +19,7 @@ from headrace.aggregation.table import aggregation_of
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import HeadraceError, UnknownName, UsageError
 from headrace.testing.references import WorkerCopies
+from prediction.simulation.scenes import run as simulated
 from strategies import references
 from strategies.contract_models import COUNTS, VARIANTS, Case, Convolutional, dense, images
 from strategies.contract_runs import distance, train
@@ -255,6 +256,7 @@ def test_what_depends_on_shapes_is_not_simulated_and_the_rest_is() -> None:
     assert "depends on the shapes" in hr.Aggregated(2).behave(2).not_simulated
     assert hr.Aggregated(8, by="sign_sgd").behave(8).exchange.sent == 8 / 64  # type: ignore[union-attr]
     assert hr.Aggregated(2, by="top_k(share=0.01)").behave(2).not_simulated == ""
+    assert simulated(hr.Aggregated(4, by="sign_sgd")).step_s < simulated(hr.Aggregated(4, by="plain")).step_s
 
 
 def test_power_sgd_learns_what_one_device_learns() -> None:

@@ -4,10 +4,8 @@
     every period rounds  show x to those who read it, `mix`: replace x by what a strategy makes of the workers' x
     every round          the worker's own optimizer makes its step, from x as it now is
 
-With `mixes_after` the last two change places: x makes its step, and is mixed then.
-
-The trained model is the mean of all workers' parameters. A strategy writes `mix`. On one host the workers share memory;
-over several each sends its x to those who read it.
+With `mixes_after` the last two change places. The trained model is the mean of all workers' parameters. A strategy
+writes `mix`. On one host the workers share memory; over several each sends its x to those who read it.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def test_the_seed_decides(strategy: hr.Strategy) -> None:
 
 
 def test_every_strategy_can_be_simulated() -> None:
-    """But for those that say why: how often a line search computes the loss depends on data, for one."""
+    """But for those that say why: how often a line search computes the loss depends on data."""
     for name in (refused := ("ad_psgd", "aggregated", "hogwild", "sandblaster", "tpu")):
         with pytest.raises(UsageError, match=f"{name} cannot be simulated"):
             run(STRATEGIES[name](), gpus(1, 4) if STRATEGIES[name].one_host else None)
@@ -218,7 +218,6 @@ def test_every_strategy_can_be_simulated() -> None:
             run(strategy)
     chosen = {
         **{name: kind() for name, kind in STRATEGIES.items() if name not in ("hybrid", *refused)},
-        "signs": hr.Aggregated(4, by="sign_sgd"),
         "hybrid": hr.Hybrid(hr.Mirrored(workers=2), hr.Pipeline(stages=2)),
         "sharded replicas": hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2)),
         "sharded stages": hr.Hybrid(hr.FullySharded(2), hr.Pipeline(stages=2)),
