@@ -79,10 +79,7 @@ class ParameterMixing(LocalStepsSync):
         """Replaces this worker's `tensors`; `theirs(rank)` are those of any worker. Every worker calls it."""
 
     def theirs(self, rank: int) -> list[Tensor]:
-        """Returns the tensors of a worker that this one reads, as they were before anyone mixed in this round.
-
-        They are to read, not to change.
-        """
+        """Returns the tensors of a worker that this one reads, from before this round's mixing: not to be changed."""
         self.group.moved_bytes += self._layout.nbytes
         return [view.to(tensor.device) for view, tensor in zip(self._views(rank), self.tensors, strict=True)]
 
