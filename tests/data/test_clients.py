@@ -150,6 +150,35 @@ def test_wrong_clients_are_refused(ids: Any, rounds: int, message: str) -> None:
         hr.data.by_client(hr.data.from_arrays(INPUTS), ids, rounds)
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (hr.data.local, "leave out hr.data.local"),
+        (lambda clients: clients.batch(8, lengths=[1] * COUNT), "sorts the examples of all clients by length"),
+        (lambda clients: hr.data.mix(clients), r"part 1 of 1 has clients, .*hr.data.by_client\(hr.data.mix"),
+        (lambda clients: hr.data.interleave(clients), r"part 1 of 1 has clients"),
+    ],
+)
+def test_what_would_lose_the_clients_is_refused_in_any_order(make: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make(hr.data.by_client(hr.data.from_arrays(INPUTS), IDS, ROUNDS))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda data: hr.data.by_client(data, IDS, ROUNDS),
+        hr.data.local,
+        hr.data.mix,
+        hr.data.interleave,
+        lambda data: next(hr.data.batches(data)),
+    ],
+)
+def test_what_takes_pipelines_names_the_function_that_makes_one(function: Any) -> None:
+    with pytest.raises(UsageError, match=r"takes a pipeline, got tuple; write hr.data.from_arrays\(\*arrays\)"):
+        function((INPUTS, TARGETS))
+
+
 @pytest.mark.parametrize("alpha", [0, -1, float("inf"), True, "1"])
 def test_a_wrong_alpha_is_refused(alpha: Any) -> None:
     with pytest.raises(UsageError, match="alpha must be a number above 0"):

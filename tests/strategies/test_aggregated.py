@@ -99,6 +99,54 @@ def test_a_plain_sum_is_one_device(name: str) -> None:
     assert distance(train(job, hr.Aggregated(3, by="plain")).tensors, train(job, hr.OneDevice()).tensors) <= DOUBLE
 
 
+class Weighted(hr.WorkerMean):
+    """The usual mean, by its weights."""
+
+    def mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        return torch.stack([each * weight for each, weight in zip(values, weights, strict=True)]).sum(0)
+
+
+class Unusual(nn.Module):
+    """Its parameters: a transposed one, one in channels-last order, one of one element, and one of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed = nn.Parameter(torch.randn(6, 4).t())
+        self.convolution = nn.Conv2d(2, 6, 2).to(memory_format=torch.channels_last)
+        self.one, self.none = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        images = inputs.view(-1, 1, 2, 2).expand(-1, 2, 2, 2)
+        return self.convolution(images).flatten(1) * self.one + inputs @ self.transposed + self.none.sum()
+
+
+def unusual(dtype: torch.dtype) -> hr.Job:
+    generator = torch.Generator().manual_seed(0)
+    inputs, classes = torch.randn(24, 4, generator=generator), torch.randint(0, 6, (24,), generator=generator)
+    torch.manual_seed(1)
+    return hr.Job(
+        model=Unusual().to(dtype),
+        loss=nn.functional.cross_entropy,
+        optimizer=MOMENTUM,
+        data=(inputs.to(dtype), classes),
+        global_batch_size=8,
+        epochs=2,
+    )
+
+
+@pytest.mark.parametrize("rule", ["plain", "top_k(share=1.0)", hr.TrimmedMean(), Weighted()], ids=str)
+def test_parameters_of_any_order_in_memory_and_size_have_their_sum(rule: str | hr.GradientAggregation) -> None:
+    job = unusual(torch.float64)
+    assert distance(train(job, hr.Aggregated(2, by=rule)).tensors, train(job, hr.OneDevice()).tensors) <= DOUBLE
+
+
+@pytest.mark.parametrize("rule", ["power_sgd(rank=1)", "top_k(share=0.5)", "sign_sgd", "trimmed_mean", "int8"])
+def test_a_model_of_16_bits_is_trained_by_every_rule(rule: str) -> None:
+    job = unusual(torch.bfloat16)
+    begin = {name: each.clone() for name, each in job.model.state_dict().items()}  # type: ignore[union-attr]
+    assert 0 < distance(train(job, hr.Aggregated(2, by=rule)).tensors, begin) < 100
+
+
 @pytest.mark.parametrize("options", [hr.Options(ema_decay=0.7), hr.Options(clip_norm=0.05), hr.Options(accumulate=2)])
 def test_options_are_those_of_the_reference(options: hr.Options) -> None:
     job = dataclasses.replace(MLP.job(40), global_batch_size=8, options=options)

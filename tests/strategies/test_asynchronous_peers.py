@@ -166,6 +166,25 @@ def test_workers_that_race_learn_as_one_device_does(strategy: hr.Strategy) -> No
     assert together < begin - (begin - alone) / 2
 
 
+def evaluated_by_the_loop(writes: bool, loss: Any, worker: hr.Worker) -> None:
+    for inputs, target in worker.batches():
+        worker.backward(loss(worker.model(inputs), target))
+        worker.update()
+        if worker.epoch_ended:
+            if writes:
+                next(worker.model.parameters()).data.add_(1)
+            worker.evaluate()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loop_that_evaluates_changes_nothing_and_one_that_writes_before_is_refused(workers: int) -> None:
+    job = dataclasses.replace(MLP.job(COUNTS["even"]), epochs=2)
+    run, strategy = partial(hr.launch, engine=hr.ThreadEngine()), hr.ADPSGD(workers, meet_every=4)
+    assert run(partial(evaluated_by_the_loop, False, job.loss), job, strategy).status == "ok"
+    with pytest.raises(UsageError, match="the loop, between two rounds, has changed"):
+        run(partial(evaluated_by_the_loop, True, job.loss), job, strategy)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [hr.ADPSGD(3, meet_every=2), hr.Hogwild(3, meet_every=2)], ids=lambda s: s.name)
 def test_a_killed_worker_holds_up_no_other_and_the_run_resumes(strategy: hr.Strategy, tmp_path: Path) -> None:

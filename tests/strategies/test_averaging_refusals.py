@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
+from headrace.averaging.outer_steps import outer_step
 from headrace.errors import NonFiniteLoss, UnknownName, UsageError
 from headrace.strategies import resolve
 from strategies.contract_models import COUNTS, Case, dense
@@ -48,6 +49,10 @@ def test_every_worker_steps_every_batch(tmp_path: Path) -> None:
         ({"workers": 0}, "workers must be a whole number of at least 1"),
         ({"outer": "nestrov"}, "did you mean 'nesterov'"),
         ({"outer": 3}, "outer is a name"),
+        ({"outer": "nestrov(lr=1)"}, "did you mean 'nesterov'"),
+        ({"outer": "nesterov(rate=1)"}, "cannot be made: .* unexpected keyword argument 'rate'"),
+        ({"outer": "nesterov(lr=0)"}, "lr of an outer step must be a number"),
+        ({"outer": "torch.nn:Linear(2, 2)"}, "must be a subclass of hr.OuterStep"),
         ({"post_local": -1}, "post_local must be a whole number of rounds of at least 0"),
         ({"average_optimizer_state": 1}, "must be True or False"),
         ({"codec": "int"}, "did you mean 'int8'"),
@@ -60,6 +65,11 @@ def test_every_worker_steps_every_batch(tmp_path: Path) -> None:
 def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         hr.ParameterAveraging(**options)
+
+
+@pytest.mark.parametrize("place", ["nesterov", "headrace.averaging.outer_steps:Nesterov"])
+def test_an_outer_step_has_options_where_it_is_a_text(place: str) -> None:
+    assert outer_step(f"{place}(0.5, momentum=0.3)") == hr.Nesterov(0.5, momentum=0.3)
 
 
 @pytest.mark.parametrize("wrong", [{"lr": 0}, {"lr": "much"}, {"momentum": 1.0}])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import headrace as hr
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
@@ -70,6 +71,21 @@ def test_servers_take_the_median_of_a_round(size: str, servers: int) -> None:
     strategy = hr.ParameterServer(3, servers=servers, staleness_bound=0, mean=hr.TrimmedMean())
     assert distance(train(job, strategy).tensors, median_of_gradients(job, 3).tensors) <= 1e-11
     assert not strategy.equals_one_device
+
+
+class Weighted(hr.WorkerMean):
+    """The usual mean, by its weights."""
+
+    def mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        return torch.stack([each * weight for each, weight in zip(values, weights, strict=True)]).sum(0)
+
+
+@pytest.mark.parametrize(
+    "make", [partial(hr.ParameterServer, 3, staleness_bound=0), partial(hr.ParameterAveraging, 3, period=2)]
+)
+def test_the_weights_of_a_mean_add_up_to_one(make: Any) -> None:
+    job = MLP.job(COUNTS["uneven"])
+    assert distance(train(job, make(mean=Weighted())).tensors, train(job, make()).tensors) <= 1e-11
 
 
 def lie(victim: int, loss: Any, worker: hr.Worker) -> None:

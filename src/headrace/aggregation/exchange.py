@@ -60,7 +60,7 @@ class AggregatingExchange(UpdatingExchange):
         expected = {*self._rule.own_state, *self._rule.common_state}
         self._state: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self._named.items():
-            state = dict(self._rule.begin(torch.zeros_like(parameter, requires_grad=False), generator))
+            state = dict(self._rule.begin(parameter.new_zeros(parameter.shape), generator))
             if state.keys() != expected:
                 raise UsageError(
                     f"{type(self._rule).__name__}.begin() returned state of the names {sorted(state)}, and own_state "
@@ -76,8 +76,12 @@ class AggregatingExchange(UpdatingExchange):
         gradients = [each.grad for each in every]
         self._used.publish(gradients)
         missing = self._used.settle()
-        present = [index for index in range(len(every)) if index not in missing]
-        own = [each if (each := gradients[index]) is not None else torch.zeros_like(every[index]) for index in present]
+        # A rule need not know what the mean or the largest of no element is, nor of other orders in memory.
+        present = [index for index, each in enumerate(every) if index not in missing and each.numel()]
+        own = [
+            each.contiguous() if (each := gradients[index]) is not None else every[index].new_zeros(every[index].shape)
+            for index in present
+        ]
         # Before the rule sees them: what is not finite would stay in its state.
         decision = self._checker.clip(own, own, finite)
         if decision.apply:

@@ -87,7 +87,7 @@ class GradientAggregation(ABC):
         """Returns the state of a parameter at the begin, by name: zeros of the gradient's shape if not overridden.
 
         Args:
-            like: a tensor of the gradient's shape, type and device.
+            like: a contiguous tensor of the gradient's shape, type and device.
             generator: draws the same numbers on all workers, on the host; it is seeded with the job's seed.
         """
         return {name: torch.zeros_like(like) for name in (*self.own_state, *self.common_state)}
@@ -101,7 +101,7 @@ class GradientAggregation(ABC):
         Args:
             gradients: this worker's, of the parameters that the loss of any worker depends on, `(parameters)`. Each is
                 weighed by the worker's part of the batch, so that their sum over workers is the batch's gradient.
-                They may be changed in place, and are finite.
+                They may be changed in place, and are contiguous, finite and not empty.
             state: what is kept of each of these parameters, by name; to be changed, or replaced by tensors of the same
                 shape.
             workers: sums and gathers.

@@ -58,7 +58,9 @@ class PowerSGD(GradientAggregation):
         sums = workers.sum(
             [*(each @ factor for each, factor in zip(wanted, factors, strict=True)), *(gradients[i] for i in whole)]
         )
-        bases = [torch.linalg.qr(each).Q for each in sums[: len(low)]]
+        # Of 16 bits there is no such decomposition.
+        wide = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in sums[: len(low)])
+        bases = [torch.linalg.qr(each).Q.to(own.dtype) for each, own in zip(wide, wanted, strict=True)]
         parts = [each.T @ base for each, base in zip(wanted, bases, strict=True)]
         results = dict(zip(whole, sums[len(low) :], strict=True))
         for index, each, base, part, total in zip(low, wanted, bases, parts, workers.sum(parts), strict=True):

@@ -31,7 +31,7 @@ class WorkerMean(GradientAggregation):
 
     @abstractmethod
     def mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """Returns a tensor like each of the values, which are one of every worker that counts, with their weights."""
+        """Returns a tensor like each of the values, one of each worker that counts; the weights add up to 1."""
 
     def fewest(self) -> int:
         """Returns how many workers it needs."""
@@ -41,8 +41,9 @@ class WorkerMean(GradientAggregation):
         self, gradients: Sequence[Tensor], state: Sequence[dict[str, Tensor]], workers: WorkerGroup
     ) -> Sequence[Tensor]:
         counted, every = workers.with_examples(), workers.gather(gradients)
+        count = len(counted)
         columns = zip(*(every[rank] for rank in counted), strict=True)
-        return [self.mean(column, [1.0] * len(counted)).mul_(len(counted)) for column in columns]
+        return [self.mean([each.mul_(count) for each in column], [1 / count] * count) for column in columns]
 
     def traffic(self, workers: int) -> float:
         # All workers' gradients come to each, where a sum comes twice.

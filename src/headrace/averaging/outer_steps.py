@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from headrace.errors import UnknownName, UsageError
-from headrace.registry import Registry
+from headrace.registry import Registry, is_place, placed
+from headrace.spec.call import Call, parse_call
 
 
 class OuterStep(ABC):
@@ -343,7 +344,9 @@ OUTER_STEPS: Registry[OuterStep] = Registry(
 
 
 def outer_step(outer: str | OuterStep | None) -> OuterStep:
-    """Returns an outer step by its name or its place ("mine.py:Mine"), if it is none already; None is the mean.
+    """Returns an outer step by its name or its place, with options if they are given; None is the mean.
+
+    "nesterov", "nesterov(lr=0.5)", "mine.py:Mine(0.3)".
 
     Raises UnknownName if there is none of this name, and UsageError if it is something else.
     """
@@ -353,6 +356,21 @@ def outer_step(outer: str | OuterStep | None) -> OuterStep:
         return outer
     if not isinstance(outer, str):
         raise UsageError(f"outer is a name ('nesterov'), an outer step such as hr.Nesterov() or None, got {outer!r}")
-    if outer not in OUTER_STEPS:
-        raise UnknownName("outer step", outer, OUTER_STEPS)
-    return OUTER_STEPS[outer]
+    call = parse_call(outer)
+    if call.values or call.options:
+        return _made(outer, call)
+    if call.name not in OUTER_STEPS:
+        raise UnknownName("outer step", call.name, OUTER_STEPS)
+    return OUTER_STEPS[call.name]
+
+
+def _made(outer: str, call: Call) -> OuterStep:
+    if not is_place(call.name) and call.name not in OUTER_STEPS:
+        raise UnknownName("outer step", call.name, OUTER_STEPS)
+    kind = placed(call.name) if is_place(call.name) else type(OUTER_STEPS[call.name])
+    if not isinstance(kind, type) or not issubclass(kind, OuterStep):
+        raise UsageError(f"outer={outer!r}: {call.name} is {kind!r:.100}, and must be a subclass of hr.OuterStep")
+    try:
+        return kind(*call.values, **call.options)
+    except TypeError as error:
+        raise UsageError(f"outer={outer!r} cannot be made: {error}") from error

@@ -81,8 +81,8 @@ class ParameterAveraging(ServedStrategy):
     Attributes:
         workers: how many; None for the launcher's processes or the machine's accelerators.
         period: rounds between two synchronizations; "auto", or an `AutoPeriod` with bounds of one's own, adapts it.
-        outer: what a synchronization does with the mean: None takes it as it is, "nesterov" or `Nesterov(...)` is
-            DiLoCo's, "elastic" or `Elastic(...)` EASGD's.
+        outer: what a synchronization does with the mean: None takes it as it is, "nesterov(lr=0.7)" or
+            `Nesterov(lr=0.7)` is DiLoCo's, "elastic" or `Elastic()` EASGD's.
         average_optimizer_state: average the optimizers' state, too; else each worker keeps its own.
         post_local: rounds at the beginning after each of which workers synchronize; then, every `period` rounds.
         codec: how outer gradients travel: "plain", "bf16", or "int8" with error feedback.

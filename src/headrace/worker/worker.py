@@ -251,6 +251,8 @@ class Worker:
         began = monotonic()
         # What they say may end the run.
         self._losses.read()
+        if self._guard:
+            self._guard.require_unchanged()
         self._control.places.regain()
         metrics, examples = session.group.together(self._measure)
         done = self._progress.done
@@ -262,6 +264,9 @@ class Worker:
                 session.events.write(Notice(self.rank, now, ending))
             self._control.callbacks.evaluated(metrics)
         self._control.places.look()
+        if self._guard:
+            # Workers with models of their own have that of all meanwhile.
+            self._guard.look()
         return metrics
 
     def log(self, name: str, value: float | Tensor) -> None:

@@ -95,7 +95,7 @@ class Copies:
         with torch.no_grad():
             for target, *every in zip(*map(nn.Module.parameters, [self.mean, *self.models]), strict=True):
                 weighted = sum(w * each for w, each in zip(weights, every, strict=True)) / sum(weights)
-                target.copy_(rule.mean(every, weights) if rule else weighted)
+                target.copy_(rule.mean(every, [w / sum(weights) for w in weights]) if rule else weighted)
         self.average_buffers(self.mean)
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ import torch
 from headrace.data.loading.reader import CpuBudget, ExampleReader, Part, ReadResult
 from headrace.data.pipeline.clients import ClientOrder
 from headrace.data.pipeline.order import Bucketed, ExampleOrder, Rounds, derived
-from headrace.data.pipeline.pipeline import InputPipeline, visited
+from headrace.data.pipeline.pipeline import InputPipeline, require_pipeline, visited
 from headrace.data.pipeline.source import ArraySource
 from headrace.errors import DataError, UsageError
 from headrace.policies.roles import bounds
@@ -356,6 +356,7 @@ def batches(pipeline: InputPipeline, *, epoch: int = 0, seed: int = 0, start: in
         >>> [len(batch[0]) for batch in hr.data.batches(pipeline)]
         [2, 2, 1]
     """
+    require_pipeline("batches", pipeline)
     size = pipeline.batching.size
     if size is None:
         raise UsageError("the pipeline has no batch size; chain .batch(32) to it")

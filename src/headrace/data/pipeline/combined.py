@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace.data.loading.reader import ExampleReader
 from headrace.data.pipeline.order import ExampleOrder
-from headrace.data.pipeline.pipeline import InputPipeline
+from headrace.data.pipeline.pipeline import InputPipeline, require_pipeline
 from headrace.data.pipeline.source import Epoch, Source, require_whole
 from headrace.data.pipeline.steps import Batching, Cache, Filter, Reading
 from headrace.errors import DataError, UsageError
@@ -54,6 +54,7 @@ def mix(*pipelines: InputPipeline, weights: Sequence[float] | None = None) -> In
     """
     if not pipelines:
         raise UsageError("mix takes at least one pipeline")
+    require_pipeline("mix", *pipelines)
     reading = _reading_of(pipelines)
     if weights is None:
         return InputPipeline(_Chained(pipelines), reading=reading)
@@ -85,6 +86,7 @@ def interleave(*pipelines: InputPipeline, block: int = 1) -> InputPipeline:
     """
     if not pipelines:
         raise UsageError("interleave takes at least one pipeline")
+    require_pipeline("interleave", *pipelines)
     require_whole("block must be", block)
     return InputPipeline(_Interleaved(pipelines, block), reading=_reading_of(pipelines))
 
@@ -119,6 +121,8 @@ def _of_the_whole(pipeline: InputPipeline) -> Iterator[tuple[str, str]]:
         yield 'on_error("skip")', 'hr.data.mix(...).on_error("skip")'
     if any(isinstance(step, Filter) for step in pipeline.steps):
         yield "a filter", "hr.data.mix(...).filter(fn)"
+    if pipeline.clients:
+        yield "clients", "hr.data.by_client(hr.data.mix(...), ids, rounds)"
     given, default = (vars(batching) for batching in (pipeline.batching, Batching()))
     if names := [name for name in given if given[name] is not default[name]]:
         yield f"batch({', '.join(f'{name}=...' for name in names)})", "hr.data.mix(...).batch(...)"

@@ -71,6 +71,10 @@ class InputPipeline:
     def __post_init__(self) -> None:
         if len(self) == 0:
             raise DataError("the data set is empty: it has 0 examples; training needs at least 1")
+        if self.clients and self.hosts:
+            raise UsageError("hosts that list examples of their own have clients of their own; leave out hr.data.local")
+        if self.clients and self.batching.lengths is not None:
+            raise UsageError("batch(lengths=...) sorts the examples of all clients by length; leave it out")
 
     def __len__(self) -> int:
         return len(visited(self)) * self.times
@@ -254,6 +258,16 @@ Pipeline = InputPipeline
 """The public name; `hr.Pipeline` is a strategy."""
 
 
+def require_pipeline(function: str, *pipelines: object) -> None:
+    """Raises UsageError for what is no pipeline, where a function takes these."""
+    for each in pipelines:
+        if not isinstance(each, InputPipeline):
+            raise UsageError(
+                f"hr.data.{function} takes a pipeline, got {type(each).__name__}; write hr.data.from_arrays(*arrays), "
+                "or hr.data.from_torch(dataset)"
+            )
+
+
 def visited(pipeline: InputPipeline) -> range:
     """Returns the indices of the source's examples that an epoch visits."""
     return range(len(pipeline.source)) if pipeline.taken is None else pipeline.taken
@@ -298,6 +312,7 @@ def local(pipeline: InputPipeline) -> InputPipeline:
         >>> own_part = hr.data.from_arrays(torch.arange(10.0))
         >>> pipeline = hr.data.local(own_part)
     """
+    require_pipeline("local", pipeline)
     return dataclasses.replace(pipeline, hosts=Hosts())
 
 
@@ -327,10 +342,7 @@ def by_client(pipeline: InputPipeline, ids: Any, rounds: int) -> InputPipeline:
         >>> data = hr.data.by_client(hr.data.from_arrays(torch.randn(100, 4), labels), clients, rounds=5)
     """
     require_whole("rounds must be", rounds)
-    if pipeline.hosts is not None:
-        raise UsageError("hosts that list examples of their own have clients of their own; leave out hr.data.local")
-    if pipeline.batching.lengths is not None:
-        raise UsageError("batch(lengths=...) sorts the examples of all clients by length; leave it out")
+    require_pipeline("by_client", pipeline)
     given, count = np.asarray(ids), len(pipeline.source)
     if given.shape != (count,) or not np.issubdtype(given.dtype, np.integer):
         raise UsageError(f"ids must be ({count},) whole numbers, one an example, got {given.shape} {given.dtype}")

@@ -301,7 +301,8 @@ class Requests:
         if like is None:
             return None
         values = [torch.zeros_like(like) if each is None else each for each in gradients]
-        return mean(values, [request.message.weight for request in requests])
+        total = sum(request.message.weight for request in requests)
+        return mean(values, [request.message.weight / total for request in requests])
 
     def _step(self, shards: Sequence[int], gradients: Sequence[tuple[int, Tensor]], step: PushedStep) -> None:
         began = perf_counter()
