@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 132_506
+LINES = 132_554
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 15_036
@@ -12,15 +12,15 @@ CORE = 15_036
 
 CLOSURES = {
     "data": 960,
-    "data.loading.loader": 6_840,
+    "data.loading.loader": 6_850,
     "strategies.one_device": 10_260,
     "strategies.mirrored": 11_460,
     "strategies.central_storage": 13_530,
-    "worker.main": 21_100,
-    "engine.local.process": 22_800,
+    "worker.main": 21_120,
+    "engine.local.process": 22_820,
     "parameter_server.core.shard": 1_280,
     "serving.application": 4_170,
-    "api.fit": 34_540,
+    "api.fit": 34_560,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 
