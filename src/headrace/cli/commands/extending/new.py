@@ -30,6 +30,8 @@ class ExtensionKind(StrEnum):
     SOURCE = "source"
     TRACKER = "tracker"
     OUTER_STEP = "outer_step"
+    RULE = "rule"
+    MEAN = "mean"
     METRIC = "metric"
     CALLBACK = "callback"
 
@@ -41,6 +43,8 @@ _NEXT = {
     ExtensionKind.SOURCE: "headrace train job.py --set job.data={place}",
     ExtensionKind.TRACKER: "headrace train job.py --tracker \"{place}('numbers.jsonl')\"",
     ExtensionKind.OUTER_STEP: "headrace train job.py --strategy \"parameter_averaging(outer='{place}')\" --workers 2",
+    ExtensionKind.RULE: "headrace train job.py --strategy \"aggregated(by='{place}')\" --workers 2",
+    ExtensionKind.MEAN: "headrace train job.py --strategy \"parameter_averaging(mean='{place}')\" --workers 3",
     ExtensionKind.METRIC: "headrace train job.py --set job.metrics={place}",
     ExtensionKind.CALLBACK: "headrace train job.py --set job.callbacks={place}",
 }
