@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
-from headrace.averaging.outer_steps import OUTER_STEPS
+from headrace.averaging.outer_steps import OUTER_STEPS, outer_step
 from headrace.errors import UsageError
 from strategies import references
 from strategies.contract_models import COUNTS, MODELS, Case, dense
@@ -38,6 +38,11 @@ def test_slow_momentum_is_in_units_of_the_learning_rate(schedule: str, workers: 
     # Heavy-ball momentum is another one where the rate changes.
     plain = train(job, hr.LocalSGD(workers, period=period, outer=hr.Momentum(0.9, 0.6)))
     assert distance(outcome.tensors, plain.tensors) > 1e-4
+
+
+def test_an_outer_step_has_options_in_its_text() -> None:
+    assert outer_step("slow_mo(momentum=0.6)") == hr.SlowMo(momentum=0.6)
+    assert outer_step("fed_adam(0.05)") == hr.FedAdam(0.05)
 
 
 def test_slow_momentum_with_a_constant_rate_is_heavy_ball_momentum() -> None:
@@ -130,6 +135,7 @@ def test_verify_knows_them(strategy: hr.Strategy) -> None:
         ({"proximal": 0.1, "outer": "elastic"}, "each begins from its own parameters"),
         ({"proximal": 0.1, "via": "server"}, "proximal=0.1 is of workers that average by all-reduce"),
         ({"reset_optimizer_state": True, "via": "server"}, "reset_optimizer_state=True is of workers that average"),
+        ({"outer": "slow_mo(speed=3)"}, r"outer='slow_mo\(speed=3\)' cannot be made: .*speed"),
         ({"outer": "slow_mo", "via": "server"}, "follows the workers' learning rate, and servers have none"),
     ],
 )
