@@ -134,7 +134,9 @@ def unusual(dtype: torch.dtype) -> hr.Job:
     )
 
 
-@pytest.mark.parametrize("rule", ["plain", "top_k(share=1.0)", hr.TrimmedMean(), Weighted()], ids=["plain", "top_k", "trimmed", "weighted"])
+@pytest.mark.parametrize(
+    "rule", ["plain", "top_k(share=1.0)", hr.TrimmedMean(), Weighted()], ids=["plain", "top_k", "trimmed", "weighted"]
+)
 def test_parameters_of_any_order_in_memory_and_size_have_their_sum(rule: str | hr.GradientAggregation) -> None:
     job = unusual(torch.float64)
     assert distance(train(job, hr.Aggregated(2, by=rule)).tensors, train(job, hr.OneDevice()).tensors) <= DOUBLE
