@@ -18,13 +18,13 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from cell import SPREAD, Asked, Cell, text_of, train  # noqa: E402
 from harness import machine  # noqa: E402
+from predicted import simulate_all  # noqa: E402
 from store import Store  # noqa: E402
 from table import MOST_RATES, RATE_STEP, RATES_AT_FIRST, ROWS, SEEDS, TUNING_SEED, TUNING_WORKERS, rows_of  # noqa: E402
 from tasks import TASKS, images, unigram_entropy  # noqa: E402
 from writing import write  # noqa: E402
 
 import headrace as hr  # noqa: E402
-from simulated import simulate_all  # noqa: E402
 
 RESULTS = HERE / "results"
 QUICK_ROUNDS = 40

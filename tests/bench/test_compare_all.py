@@ -32,7 +32,7 @@ def parts() -> Iterator[SimpleNamespace]:
                 made[name] = importlib.import_module(name)
             yield SimpleNamespace(**made)
         finally:
-            for name in (*MODULES, "simulated", "harness", "stdlib_text", "llama"):
+            for name in (*MODULES, "predicted", "harness", "stdlib_text", "llama"):
                 sys.modules.pop(name, None)
 
 

@@ -12,9 +12,9 @@ import typer
 from headrace.cli.output import answering, say_at_once
 
 
-def argument(metavar: str, help: str) -> Any:
-    """Declares an argument of a command."""
-    return typer.Argument(metavar=metavar, help=help)
+def argument(metavar: str, help: str, **settings: Any) -> Any:
+    """Declares an argument of a command; `settings` are of `typer.Argument`."""
+    return typer.Argument(metavar=metavar, help=help, **settings)
 
 
 def option(form: str, help: str, **settings: Any) -> Any:

@@ -53,7 +53,7 @@ _NEXT = {
 @command(_EXAMPLES)
 def new(
     answer: Answer,
-    kind: Annotated[ExtensionKind, argument("KIND", "What it is.")],
+    kind: Annotated[ExtensionKind, argument("KIND", f"What it is: {', '.join(ExtensionKind)}.", show_choices=False)],
     name: Annotated[str, argument("NAME", "Of the file; what it defines is named for it: slow_mo, SlowMo.")],
     folder: Annotated[Path, option("--folder DIR", "Where to.")] = Path(),
 ) -> None:
