@@ -39,7 +39,9 @@ def aggregation_of(by: str | GradientAggregation) -> GradientAggregation:
     if not isinstance(by, str):
         raise UsageError(f"by is a name ('power_sgd'), or a rule such as hr.PowerSGD(rank=2), got {by!r:.100}")
     call = parse_call(by)
-    if is_codec(call.name) or (is_place(call.name) and _makes(placed(call.name), Codec)):
+    # Those of this package first: the others are asked for names that are unknown here alone.
+    known = call.name in AGGREGATIONS.places
+    if not known and (is_codec(call.name) or (is_place(call.name) and _makes(placed(call.name), Codec))):
         if call.values or call.options:
             raise UsageError(f"the codec {call.name} has no options; write by='{call.name}'")
         return CodedSum(call.name)
